@@ -160,8 +160,8 @@ def make_env(env_id, env_module=None, **kwargs):
         raise BadInput(f"{env_id} cannot be made: {pair} do not fit together; pip install mujoco==3.11.0") from e
     except Exception as e:
         raise BadInput(f"{env_id} cannot be made: {e}") from e
-    spaces = getattr(env.observation_space, "spaces", {})
-    if not {"observation", "achieved_goal", "desired_goal"} <= set(spaces) or not hasattr(env.unwrapped, "compute_reward"):
+    missing = {"observation", "achieved_goal", "desired_goal"} - set(getattr(env.observation_space, "spaces", {}))
+    if missing or not hasattr(env.unwrapped, "compute_reward"):
         raise BadInput(f"{env_id} has no goals: HER needs observation, achieved_goal, desired_goal and compute_reward")
     if not isinstance(env.action_space, gym.spaces.Box):
         raise BadInput(f"{env_id} has actions of type {type(env.action_space).__name__}; DDPG needs a Box")
@@ -172,15 +172,19 @@ def make_env(env_id, env_module=None, **kwargs):
     return env
 
 
-def dimensions(env):
-    """Shapes of the observations by key, and which of them the policy sees.
+def describe(env, args):
+    """Shapes of the observations, which of them the policy sees, and the sizes of the actor network.
 
-    An environment whose policy is to see less than its critic gives it as `actor_observation` (App. A, Sec. 4.6).
+    An environment whose policy is to see other than its critic offers `actor_observation` (App. A, Sec. 4.6).
     """
+    if env.spec.id != args.env_id:
+        print(f"{args.env_id} is not registered (any more): running {env.spec.id}", file=sys.stderr)
     dims = {key: space.shape for key, space in env.observation_space.spaces.items()}
     if any(len(shape) != 1 for shape in dims.values()):
-        raise BadInput(f"{env.spec.id} has observations that are not vectors: {dims}")
-    return dims, "actor_observation" if "actor_observation" in dims else "observation"
+        raise BadInput(f"{args.env_id} has observations that are not vectors: {dims}")
+    actor_key = "actor_observation" if "actor_observation" in dims else "observation"
+    sizes = [*dims[actor_key], *dims["desired_goal"], 0, *env.action_space.shape, args.hidden_size, args.num_layers]
+    return dims, actor_key, sizes
 
 
 def vectorized(goal_function, achieved, desired):
@@ -205,7 +209,7 @@ def vectorized(goal_function, achieved, desired):
         return by_row
 
 
-# ALGO LOGIC: networks ----------------------------------------------------------------------------------------------
+# ALGO LOGIC: networks ------------------------------------------------------------------------------------------------
 class NetworkInput(nn.Module):
     """[s, g, g - achieved goal], scaled to mean 0 and deviation 1 over all seen so far and clipped to [-5, 5] (App. A).
 
@@ -224,47 +228,30 @@ class NetworkInput(nn.Module):
         return ((x - self.mean) / self.std).clamp(-5, 5)
 
     def update(self, obs, achieved_goal, desired_goal):
-        """Add rows of arrays, (n, dim) each; with several ranks, the rows of all ranks."""
+        """Count in rows of arrays, (n, dim) each, those of all ranks of torchrun."""
         x = torch.from_numpy(np.concatenate([obs, desired_goal, desired_goal - achieved_goal], 1)).to(self.sums)
         new = torch.stack([torch.ones_like(x).sum(0), x.sum(0), x.square().sum(0)])
         if dist.is_initialized():
             dist.all_reduce(new)
         self.sums += new
         count, total, squares = self.sums
-        self.mean.copy_(total / count)
         variance = squares / count - (total / count).square()
+        self.mean.copy_(total / count)
         self.std.copy_(variance.clamp(min=1e-4).sqrt())  # at least 0.01, so that nearly constant inputs stay small
 
 
-def mlp(in_dim, out_dim, hidden_size, num_layers):
-    sizes = [in_dim] + [hidden_size] * num_layers
-    hidden = [layer for i, o in zip(sizes, sizes[1:]) for layer in (nn.Linear(i, o), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(hidden_size, out_dim))
+class MLP(nn.Module):
+    """Actor: (s, g) -> inputs of its tanh, (n, action_dim). Critic: (s, g, action) -> Q, (n, 1)."""
 
-
-class Actor(nn.Module):
-    """pi(s, g) -> action in [-1, 1], (n, action_dim), and the inputs of its tanh."""
-
-    def __init__(self, obs_dim, goal_dim, action_dim, hidden_size, num_layers):
+    def __init__(self, obs_dim, goal_dim, action_dim, out_dim, hidden_size, num_layers):
         super().__init__()
         self.input = NetworkInput(obs_dim, goal_dim)
-        self.net = mlp(self.input.dim, action_dim, hidden_size, num_layers)
+        sizes = [self.input.dim + action_dim] + [hidden_size] * num_layers
+        hidden = [layer for i, o in zip(sizes, sizes[1:]) for layer in (nn.Linear(i, o), nn.ReLU())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(hidden_size, out_dim))
 
-    def forward(self, obs, achieved_goal, desired_goal):
-        preactivation = self.net(self.input(obs, achieved_goal, desired_goal))
-        return torch.tanh(preactivation), preactivation
-
-
-class QNetwork(nn.Module):
-    """Q(s, g, a) -> (n, 1)."""
-
-    def __init__(self, obs_dim, goal_dim, action_dim, hidden_size, num_layers):
-        super().__init__()
-        self.input = NetworkInput(obs_dim, goal_dim)
-        self.net = mlp(self.input.dim + action_dim, 1, hidden_size, num_layers)
-
-    def forward(self, obs, achieved_goal, desired_goal, action):
-        return self.net(torch.cat([self.input(obs, achieved_goal, desired_goal), action], -1))
+    def forward(self, obs, achieved_goal, desired_goal, *action):
+        return self.layers(torch.cat([self.input(obs, achieved_goal, desired_goal), *action], -1))
 
 
 # ------------------------------------------------------------------------------------------------------- simulation
@@ -285,7 +272,7 @@ def play_episodes(envs, actor, seeds, exploration=None):
         keys = (obs_key, "achieved_goal", "desired_goal")
         state = [torch.from_numpy(np.array([episodes[i][key][-1] for i in playing], np.float32)) for key in keys]
         with torch.no_grad():
-            action = actor(*state)[0].numpy()
+            action = torch.tanh(actor(*state)).numpy()
         if exploration is not None:
             noise, random_action = exploration
             action = np.clip(action + noise * rng.standard_normal(action.shape, np.float32), -1, 1)
@@ -309,13 +296,13 @@ def play_episodes(envs, actor, seeds, exploration=None):
     return [{key: np.asarray(values, np.float32) for key, values in episode.items()} for episode in episodes]
 
 
-def worker(connection, env_id, env_module, num_envs, network_sizes):
-    """A process that plays the episodes it is asked for; training and evaluation each have environments of their own."""
+def worker(connection, env_id, env_module, num_envs, actor_sizes):
+    """A process that plays the episodes it is asked for; training and evaluation have environments of their own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the learner, which then lets us go
     torch.set_num_threads(1)
-    actor = Actor(*network_sizes)
+    actor = MLP(*actor_sizes)
     pools = {}
-    with contextlib.suppress(EOFError):  # the learner is gone
+    with contextlib.suppress(EOFError, OSError):  # the learner is gone
         while True:
             pool, state, seeds, exploration = connection.recv()
             try:
@@ -334,13 +321,13 @@ def worker(connection, env_id, env_module, num_envs, network_sizes):
 class Simulators:
     """`num_workers` processes that play episodes while the caller goes on: `start` some, `finish` to have them."""
 
-    def __init__(self, args, network_sizes):
+    def __init__(self, args, actor_sizes):
         context = multiprocessing.get_context("spawn")
         self.connections, self.asked, self.done = [], [], {}
         for _ in range(args.num_workers):
             ours, theirs = context.Pipe()
             share = math.ceil(args.num_envs / args.num_workers)
-            job = (theirs, args.env_id, args.env_module, share, network_sizes)
+            job = (theirs, args.env_id, args.env_module, share, actor_sizes)
             context.Process(target=worker, args=job, daemon=True).start()
             theirs.close()
             self.connections.append(ours)
@@ -383,8 +370,10 @@ class ReplayBuffer:
     def add(self, episode):
         """Store an episode of T steps; the observations and achieved goals have T + 1 rows, the first before step 0."""
         length = len(episode["action"])
+        if length > self.capacity:
+            raise BadInput(f"an episode of {length} steps does not fit into --buffer-size {self.capacity}")
         while self.end + length - self.first > self.capacity:
-            self.first = self.episode_end[self.first % self.capacity]
+            self.first = int(self.episode_end[self.first % self.capacity])
         rows = np.arange(self.end, self.end + length) % self.capacity
         for key, array in self.data.items():
             if key.startswith("next_"):
@@ -430,7 +419,7 @@ class ReplayBuffer:
 
 
 class CountBonus:
-    """Exploration bonus alpha / sqrt(N) for where the object is relative to its target, on a grid (Sec. 4.2's baseline)."""
+    """Bonus alpha / sqrt(N) for the object being where it seldom was relative to its target (baseline of Sec. 4.2)."""
 
     def __init__(self, alpha, cell, goal_dim, size=2**20):
         self.alpha, self.cell = alpha, cell
@@ -473,7 +462,7 @@ def load(path):
         raise BadInput(f"cannot read {path}: {e.strerror}") from e
     except Exception:
         pass
-    raise BadInput(f"{path} is no whole checkpoint.pt or model.pt of her_ddpg_fetch.py")
+    raise BadInput(f"{path} is not a whole checkpoint.pt or model.pt of her_ddpg_fetch.py")
 
 
 def load_modules(modules, saved):
@@ -512,9 +501,9 @@ def new_run_folder(args):
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git here
         commit = ""
-    machine = {"platform": platform.platform(), "cores": os.cpu_count()}
+    about = {"versions": versions, "machine": platform.platform(), "cores": os.cpu_count(), "commit": commit}
     with open(f"{path}/args.json", "w") as file:
-        json.dump({"args": dataclasses.asdict(args), "versions": versions, "machine": machine, "commit": commit}, file, indent=2)
+        json.dump({"args": dataclasses.asdict(args)} | about, file, indent=2)
     return path
 
 
@@ -583,7 +572,7 @@ def td_target(reward, terminated, next_q, gamma, reward_range):
 
 
 def summarize(episodes):
-    """Means over episodes: success at the last step (as for Fetch), return, success at any step, object moved by 1 cm."""
+    """Means over episodes: success at the last step (the Fetch measure), return, success at any, object moved 1 cm."""
     moved = [np.abs(e["achieved_goal"] - e["achieved_goal"][0]).max() > 0.01 for e in episodes]
     return {
         "success_rate": float(np.mean([e["success"][-1] for e in episodes])),
@@ -598,7 +587,7 @@ def film(args, actor, folder, name):
     try:
         env = make_env(args.env_id, args.env_module, render_mode="rgb_array")
         with warnings.catch_warnings(action="ignore"):  # the folder may hold earlier films
-            env = gym.wrappers.RecordVideo(env, folder, name_prefix=name, episode_trigger=lambda _: True, disable_logger=True)
+            env = gym.wrappers.RecordVideo(env, folder, lambda episode: True, name_prefix=name, disable_logger=True)
         play_episodes([env], copy.deepcopy(actor).cpu(), episode_seeds(args, EVALUATION, 1))
         env.close()
     except Exception as e:
@@ -617,7 +606,7 @@ def train(args, saved):
     torch.manual_seed(args.seed)
 
     env = make_env(args.env_id, args.env_module)
-    dims, actor_key = dimensions(env)
+    dims, actor_key, actor_sizes = describe(env, args)
     first_obs, _ = env.reset(seed=args.seed)
     goals = first_obs["achieved_goal"], first_obs["desired_goal"]
     compute_reward = vectorized(env.unwrapped.compute_reward, *goals)
@@ -629,12 +618,11 @@ def train(args, saved):
     next_keys = {f"next_{key}": dims[key] for key in ("achieved_goal", "observation", actor_key)}
     rb = ReplayBuffer(args.buffer_size, dims | next_keys | {"action": env.action_space.shape, "terminated": ()})
     bonus = CountBonus(args.count_bonus, args.count_cell, *dims["desired_goal"]) if args.count_bonus else None
-    sizes = [*dims["desired_goal"], *env.action_space.shape, args.hidden_size, args.num_layers]
-    actor, actor_target = (Actor(*dims[actor_key], *sizes).to(device) for _ in range(2))
-    qf, qf_target = (QNetwork(*dims["observation"], *sizes).to(device) for _ in range(2))
+    actor = MLP(*actor_sizes).to(device)
+    sizes = [*dims["observation"], *dims["desired_goal"], *env.action_space.shape, 1]
+    qf = MLP(*sizes, args.hidden_size, args.num_layers).to(device)
+    actor_target, qf_target = copy.deepcopy(actor), copy.deepcopy(qf)
     actor_target.input, qf_target.input = actor.input, qf.input
-    actor_target.load_state_dict(actor.state_dict())
-    qf_target.load_state_dict(qf.state_dict())
     actor_parameters, qf_parameters = list(actor.parameters()), list(qf.parameters())
     target_parameters = [*actor_target.parameters(), *qf_target.parameters()]
     actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
@@ -653,7 +641,7 @@ def train(args, saved):
             bonus.visits[:] = saved["visits"].numpy()
 
     # Under torchrun each rank has its own environments and replay; parameters and input statistics stay the same.
-    simulators = Simulators(args, [*dims[actor_key], *sizes])
+    simulators = Simulators(args, actor_sizes)
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     run = new_run_folder(args) if rank == 0 else None
@@ -725,7 +713,7 @@ def train(args, saved):
         # ALGO LOGIC: learn from minibatches with hindsight goals
         rng = np.random.default_rng([args.seed, REPLAY, rank, progress.cycle])
         due = max(0, progress.global_step - args.learning_starts) // (args.train_frequency * world_size)
-        relabelled = zero_rewards = clipped = 0
+        relabelled = zero_rewards = 0
         for update in range(progress.updates + 1, due + 1):
             batch, hindsight = rb.sample(args, rng)
             goals = batch["next_achieved_goal"], batch["desired_goal"]
@@ -743,7 +731,7 @@ def train(args, saved):
             goals, next_goals = ([data[f"{n}achieved_goal"], data["desired_goal"]] for n in ("", "next_"))
 
             with torch.no_grad():
-                next_action, _ = actor_target(data[f"next_{actor_key}"], *next_goals)
+                next_action = torch.tanh(actor_target(data[f"next_{actor_key}"], *next_goals))
                 next_q = qf_target(data["next_observation"], *next_goals, next_action).flatten()
                 target = td_target(data["reward"], data["terminated"], next_q, args.gamma, progress.reward_range)
             qf_values = qf(data["observation"], *goals, data["action"]).flatten()
@@ -753,9 +741,10 @@ def train(args, saved):
             average_gradients(qf_parameters)
             qf_optimizer.step()
 
-            action, preactivation = actor(data[actor_key], *goals)
+            preactivation = actor(data[actor_key], *goals)
             penalty = preactivation.square().mean()  # keeps the tanh from saturating (App. A, network architecture)
-            actor_loss = args.action_penalty * penalty - qf(data["observation"], *goals, action).mean()
+            actor_q = qf(data["observation"], *goals, torch.tanh(preactivation)).mean()
+            actor_loss = args.action_penalty * penalty - actor_q
             for parameter, gradient in zip(actor_parameters, torch.autograd.grad(actor_loss, actor_parameters)):
                 parameter.grad = gradient
             average_gradients(actor_parameters)
@@ -789,10 +778,10 @@ def train(args, saved):
             if done or grid_step > progress.global_step - steps:
                 evaluate_policy(args.total_timesteps if done else grid_step)
             if sys.stderr.isatty() and not args.quiet:
-                left = (args.total_timesteps - progress.global_step) / sps / 60
-                success = progress.metrics["success_rate"]
-                line = f"step {progress.global_step} of {args.total_timesteps}, success {success:.2f}, {sps:.0f} steps/s"
-                print(f"\r{line}, {max(0, left):.0f} min left ", end="\n" if done or stop else "", file=sys.stderr)
+                left = max(0, args.total_timesteps - progress.global_step) / sps / 60
+                line = f"step {progress.global_step} of {args.total_timesteps}, {sps:.0f} steps/s, {left:.0f} min left"
+                end = "\n" if done or stop else ""
+                print(f"\r{line}, success {progress.metrics['success_rate']:.2f} ", end=end, file=sys.stderr)
         crossed = args.checkpoint_frequency and progress.global_step % args.checkpoint_frequency < steps
         if done or stop or crossed:
             progress.wall_s = time.time() - started
@@ -810,20 +799,20 @@ def train(args, saved):
 
 
 def report(run, args, global_step, wall_s, sps, metrics):
-    """The last line on standard output, for programs; people read the line above it."""
-    line = {"run": run, "env_id": args.env_id, "seed": args.seed, "global_step": global_step, "wall_s": round(wall_s, 3)}
-    print(json.dumps(line | {"sps": sps and round(sps, 1)} | metrics | {"n_episodes": args.eval_episodes}), flush=True)
+    """The last line on standard output, for programs; people read what is on standard error."""
+    line = {"run": run, "env_id": args.env_id, "seed": args.seed, "global_step": global_step}
+    line |= {"wall_s": round(wall_s, 3), "sps": round(sps, 1)} | metrics | {"n_episodes": args.eval_episodes}
+    print(json.dumps(line), flush=True)
 
 
 def evaluate(args, saved):
     """Play a saved policy and print its success with Wilson's 95% interval; returns the exit status."""
     started = time.time()
     env = make_env(args.env_id, args.env_module)
-    dims, actor_key = dimensions(env)
-    sizes = [*dims[actor_key], *dims["desired_goal"], *env.action_space.shape, args.hidden_size, args.num_layers]
-    actor = Actor(*sizes)
+    _, _, actor_sizes = describe(env, args)
+    actor = MLP(*actor_sizes)
     load_modules({"actor_target": actor}, saved)
-    simulators = Simulators(args, sizes)
+    simulators = Simulators(args, actor_sizes)
     simulators.start(EVALUATION, actor.state_dict(), episode_seeds(args, EVALUATION, args.eval_episodes))
     episodes = simulators.finish(EVALUATION)
     metrics = summarize(episodes)
@@ -839,18 +828,19 @@ def evaluate(args, saved):
 
 def check(args):
     """Refuse what cannot work before anything is written."""
-    least = {"num_threads": 1, "checkpoint_frequency": 0, "total_timesteps": 1, "eval_frequency": 1, "eval_episodes": 1}
-    least |= {"num_envs": 1, "num_workers": 1, "buffer_size": 1, "batch_size": 1, "learning_rate": 0, "gamma": 0, "k": 0}
-    least |= {"past_goals": 0, "train_frequency": 1, "learning_starts": 0, "tau": 0, "target_network_frequency": 1}
-    least |= {"hidden_size": 1, "num_layers": 1, "action_penalty": 0, "exploration_noise": 0, "random_action": 0}
-    least |= {"count_bonus": 0, "count_cell": 1e-9, "seed": 0}
-    for name, minimum in least.items():
-        value = getattr(args, name)
-        if not minimum <= value < math.inf:
-            raise BadInput(f"--{name.replace('_', '-')} must be at least {minimum}, not {value}")
-    for name in ("gamma", "past_goals", "tau", "random_action"):
-        if getattr(args, name) > 1 or (name == "gamma" and args.gamma == 1):
-            raise BadInput(f"--{name.replace('_', '-')} must be {'below' if name == 'gamma' else 'at most'} 1")
+    counts = "num_threads total_timesteps eval_frequency eval_episodes num_envs num_workers buffer_size batch_size"
+    counts += " train_frequency target_network_frequency hidden_size num_layers"
+    amounts = "seed checkpoint_frequency learning_rate k learning_starts action_penalty exploration_noise count_bonus"
+    shares = "gamma past_goals tau random_action"
+    for names, low, high in ((counts, 1, math.inf), (amounts, 0, math.inf), (shares, 0, 1)):
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:
+                bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise BadInput(f"--{name.replace('_', '-')} must be {bounds}, not {getattr(args, name)}")
+    if args.gamma == 1:
+        raise BadInput("--gamma must be below 1, targets are clipped to 1 / (1 - gamma) rewards")
+    if args.count_cell <= 0:
+        raise BadInput(f"--count-cell must be above 0, not {args.count_cell}")
     if args.num_workers > args.num_envs:
         raise BadInput(f"--num-workers {args.num_workers} is more than --num-envs {args.num_envs}: some would be idle")
     if args.batch_size > args.buffer_size:
