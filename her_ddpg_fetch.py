@@ -584,6 +584,8 @@ def summarize(episodes):
 
 def film(args, actor, folder, name):
     """Record the first evaluation episode as folder/name-episode-0.mp4."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a screen
     try:
         env = make_env(args.env_id, args.env_module, render_mode="rgb_array")
         with warnings.catch_warnings(action="ignore"):  # the folder may hold earlier films

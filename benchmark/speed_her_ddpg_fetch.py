@@ -1,0 +1,110 @@
+"""Environment steps a second, training included: her_ddpg_fetch.py against Stable-Baselines3's DDPG + HerReplayBuffer.
+
+Both train on FetchPush-v4 with the network, minibatch and updates of Appendix A (3 x 64, 128, one update for 20 steps),
+in turn, several times, so that a machine that slows down slows down both. Stable-Baselines3 is first tried with each
+number of environments, and its fastest goes on.
+
+    pip install -r benchmark/requirements.txt
+    python benchmark/speed_her_ddpg_fetch.py
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+SCRIPT = Path(__file__).resolve().parents[1] / "her_ddpg_fetch.py"
+
+
+@dataclass
+class Args:
+    steps: int = 8_000
+    """environment steps of a measurement, after the first 1,600"""
+    repeats: int = 3
+    """measurements of each"""
+    num_workers: int = 2
+    """processes of her_ddpg_fetch.py that step environments; as many as cores is fastest at these settings"""
+    sb3_envs: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """numbers of environments to try Stable-Baselines3 with, each in a process of its own"""
+
+
+def ours(args):
+    """One run of the script, minus its start and evaluation: training steps a second."""
+    flags = "--env-id FetchPush-v4 --hidden-size 64 --batch-size 128 --train-frequency 20 --past-goals 0 --no-cuda"
+    flags += " --target-network-frequency 40 --learning-starts 0 --eval-episodes 1 --eval-frequency 1000000"
+    flags += f" --total-timesteps {args.steps + 1600} --num-workers {args.num_workers} --checkpoint-frequency 0"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(SCRIPT), *flags.split(), "--run-dir", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])["sps"]
+
+
+def sb3(args, num_envs):
+    """Stable-Baselines3 in a process of its own, from after its first update to the end."""
+    command = [sys.executable, __file__, "--sb3", str(num_envs), str(args.steps)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def train_sb3(num_envs, steps):
+    import gymnasium as gym
+    import gymnasium_robotics
+    import torch
+    from stable_baselines3 import DDPG, HerReplayBuffer
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+
+    class Clock(BaseCallback):
+        def _on_step(self):
+            if self.num_timesteps <= 1600:  # start-up and the episodes before the first update are not counted
+                self.first, self.started = self.num_timesteps, time.time()
+            return True
+
+    gym.register_envs(gymnasium_robotics)
+    torch.set_num_threads(1)
+    vec_env = SubprocVecEnv if num_envs > 1 else DummyVecEnv
+    env = make_vec_env("FetchPush-v4", num_envs, vec_env_cls=vec_env, env_kwargs={"disable_env_checker": True})
+    model = DDPG(
+        "MultiInputPolicy",
+        env,
+        replay_buffer_class=HerReplayBuffer,
+        replay_buffer_kwargs={"n_sampled_goal": 4, "goal_selection_strategy": "future"},
+        policy_kwargs={"net_arch": [64, 64, 64]},
+        batch_size=128,
+        gamma=0.98,
+        tau=0.05,
+        learning_starts=max(800, 51 * num_envs),  # an episode has to end before its goals can be relabelled
+        train_freq=(20, "step"),  # of each environment
+        gradient_steps=num_envs,
+        device="cpu",
+    )
+    clock = Clock()
+    model.learn(steps + 1600, callback=clock)
+    print((model.num_timesteps - clock.first) / (time.time() - clock.started))
+
+
+def main():
+    if sys.argv[1:2] == ["--sb3"]:
+        return train_sb3(int(sys.argv[2]), int(sys.argv[3]))
+    args = tyro.cli(Args, description=__doc__)
+    print(f"cores {os.cpu_count()}, load {os.getloadavg()[0]:.1f}; environment steps a second")
+    tried = {num_envs: sb3(args, num_envs) for num_envs in args.sb3_envs}
+    print("Stable-Baselines3 by number of environments:", {n: round(sps) for n, sps in tried.items()})
+    fastest = max(tried, key=tried.get)
+    ratios = []
+    for i in range(args.repeats):
+        a, b = ours(args), sb3(args, fastest)
+        ratios.append(a / b)
+        print(f"{i + 1}: her_ddpg_fetch.py {a:.0f}, Stable-Baselines3 with {fastest} {b:.0f}, ratio {a / b:.2f}", flush=True)
+    print(f"median ratio {statistics.median(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()
