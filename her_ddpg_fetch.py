@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,8 @@ class Args:
     """relabelled samples for each one with its own goal (Sec. 4.5); 0: no HER"""
     past_goals: float = 0.5
     """share of the relabelled samples that take a desired goal of any stored episode instead (paper: 0)"""
+    redraws: int = 0
+    """times that a hindsight goal which was met before the step already is drawn again, step and all (paper: 0)"""
     train_frequency: int = 4
     """environment steps of a rank for each update (App. A: 20, 16 episodes of 50 steps then 40 updates)"""
     learning_starts: int = 4_000
@@ -394,17 +397,28 @@ class ReplayBuffer:
             return rng.integers(start, end)
         return rng.integers(self.first, self.end, len(steps))  # random
 
-    def sample(self, args, rng):
-        """A minibatch (dict of arrays) with the goals of k / (k + 1) of it relabelled, and which those are."""
+    def sample(self, args, compute_reward, rng):
+        """A minibatch (dict of arrays) with the goals of k / (k + 1) of it replaced, and which those are.
+
+        To relabel while sampling is the same as to store k relabelled copies of each transition (Algorithm 1).
+        """
         steps = rng.integers(self.first, self.end, args.batch_size)
-        batch = {key: array[steps % self.capacity] for key, array in self.data.items()}
         k = 0 if args.strategy == "none" else args.k
         draw = rng.random(args.batch_size) * (k + 1)
-        hindsight, past = draw < k, draw < k * args.past_goals  # relabelling on sampling = storing k copies (Alg. 1)
-        outcome = self.hindsight_steps(args.strategy, steps[hindsight], rng) % self.capacity
-        batch["desired_goal"][hindsight] = self.data["next_achieved_goal"][outcome]
-        others = rng.integers(self.first, self.end, past.sum()) % self.capacity
-        batch["desired_goal"][past] = self.data["desired_goal"][others]
+        hindsight, past = draw < k, draw < k * args.past_goals
+        outcomes = self.hindsight_steps(args.strategy, steps, rng)
+        again = np.flatnonzero(hindsight & ~past)
+        for _ in range(args.redraws):
+            before = self.data["achieved_goal"][steps[again] % self.capacity]
+            goal = self.data["next_achieved_goal"][outcomes[again] % self.capacity]
+            info = {"previous_achieved_goal": before}
+            again = again[compute_reward(before, goal, info) >= compute_reward(goal, goal, info)]
+            steps[again] = rng.integers(self.first, self.end, len(again))
+            outcomes[again] = self.hindsight_steps(args.strategy, steps[again], rng)
+        batch = {key: array[steps % self.capacity] for key, array in self.data.items()}
+        others = rng.integers(self.first, self.end, args.batch_size)
+        batch["desired_goal"][hindsight] = self.data["next_achieved_goal"][outcomes[hindsight] % self.capacity]
+        batch["desired_goal"][past] = self.data["desired_goal"][others[past] % self.capacity]
         return batch, hindsight
 
     def state_dict(self):
@@ -481,29 +495,26 @@ def rank_file(path, rank):
 
 def new_run_folder(args):
     """Make the run's folder and write args.json: arguments, versions, machine and commit."""
-    while True:
-        name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        path = os.path.join(args.run_dir, name)
-        try:
-            os.makedirs(path)
-            break
-        except FileExistsError:
-            time.sleep(0.2)  # another run has this second's name
-        except OSError as e:
-            raise BadInput(f"cannot make {path}: {e.strerror}; choose another --run-dir") from e
-    packages = ("torch", "numpy", "gymnasium", "gymnasium-robotics", "mujoco")
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
+    name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    path = os.path.join(args.run_dir, name)
     try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here
-        commit = ""
-    about = {"versions": versions, "machine": platform.platform(), "cores": os.cpu_count(), "commit": commit}
+        os.makedirs(path)
+    except FileExistsError:  # another run has this second's name
+        time.sleep(0.2)
+        return new_run_folder(args)
+    except OSError as e:
+        raise BadInput(f"cannot make {path}: {e.strerror}; choose another --run-dir") from e
+    packages = ("torch", "numpy", "gymnasium", "gymnasium-robotics", "mujoco")
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    commit = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
+    about = {
+        "args": dataclasses.asdict(args),
+        "versions": {"python": platform.python_version()} | {name: installed.get(name) for name in packages},
+        "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+    }
     with open(f"{path}/args.json", "w") as file:
-        json.dump({"args": dataclasses.asdict(args)} | about, file, indent=2)
+        json.dump(about, file, indent=2)
     return path
 
 
@@ -573,13 +584,13 @@ def td_target(reward, terminated, next_q, gamma, reward_range):
 
 def summarize(episodes):
     """Means over episodes: success at the last step (the Fetch measure), return, success at any, object moved 1 cm."""
-    moved = [np.abs(e["achieved_goal"] - e["achieved_goal"][0]).max() > 0.01 for e in episodes]
-    return {
-        "success_rate": float(np.mean([e["success"][-1] for e in episodes])),
-        "episodic_return": float(np.mean([e["reward"].sum() for e in episodes])),
-        "success_any_rate": float(np.mean([e["success"].max() for e in episodes])),
-        "moved_fraction": float(np.mean(moved)),
+    of_each = {
+        "success_rate": [e["success"][-1] for e in episodes],
+        "episodic_return": [e["reward"].sum() for e in episodes],
+        "success_any_rate": [e["success"].max() for e in episodes],
+        "moved_fraction": [np.abs(e["achieved_goal"] - e["achieved_goal"][0]).max() > 0.01 for e in episodes],
     }
+    return {key: float(np.mean(values, dtype=np.float64)) for key, values in of_each.items()}
 
 
 def film(args, actor, folder, name):
@@ -717,7 +728,7 @@ def train(args, saved):
         due = max(0, progress.global_step - args.learning_starts) // (args.train_frequency * world_size)
         relabelled = zero_rewards = 0
         for update in range(progress.updates + 1, due + 1):
-            batch, hindsight = rb.sample(args, rng)
+            batch, hindsight = rb.sample(args, compute_reward, rng)
             goals = batch["next_achieved_goal"], batch["desired_goal"]
             info = {"previous_achieved_goal": batch["achieved_goal"]}
             batch["reward"] = compute_reward(*goals, info)  # of the state after the step (Algorithm 1)
@@ -832,7 +843,8 @@ def check(args):
     """Refuse what cannot work before anything is written."""
     counts = "num_threads total_timesteps eval_frequency eval_episodes num_envs num_workers buffer_size batch_size"
     counts += " train_frequency target_network_frequency hidden_size num_layers"
-    amounts = "seed checkpoint_frequency learning_rate k learning_starts action_penalty exploration_noise count_bonus"
+    amounts = "seed checkpoint_frequency learning_rate k redraws learning_starts action_penalty exploration_noise"
+    amounts += " count_bonus"
     shares = "gamma past_goals tau random_action"
     for names, low, high in ((counts, 1, math.inf), (amounts, 0, math.inf), (shares, 0, 1)):
         for name in names.split():

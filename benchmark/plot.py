@@ -1,6 +1,6 @@
 """Learning curves from eval.csv files: mean over runs, and each run as a thin line.
 
-    python benchmark/plot.py docs/push.png "DDPG + HER=benchmark/curves/FetchPush-v4__*/eval.csv"
+python benchmark/plot.py docs/push.png "DDPG + HER=benchmark/curves/FetchPush-v4__*/eval.csv"
 """
 
 import glob
@@ -49,7 +49,9 @@ def main(args):
         shortest = min(len(x) for x, _ in runs)
         x, y = (np.mean([run[axis][:shortest] for run in runs], axis=0) for axis in (0, 1))
         axes.plot(x / scale, y, color=f"C{i}", label=f"{label} ({len(runs)} run{'s' * (len(runs) > 1)})")
-    axes.set(xlabel="minutes" if args.wall else "environment steps", ylabel=args.metric, ylim=(-0.02, 1.02), title=args.title)
+    axes.set(
+        xlabel="minutes" if args.wall else "environment steps", ylabel=args.metric, ylim=(-0.02, 1.02), title=args.title
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(args.output, dpi=120)

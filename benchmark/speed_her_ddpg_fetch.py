@@ -102,7 +102,10 @@ def main():
     for i in range(args.repeats):
         a, b = ours(args), sb3(args, fastest)
         ratios.append(a / b)
-        print(f"{i + 1}: her_ddpg_fetch.py {a:.0f}, Stable-Baselines3 with {fastest} {b:.0f}, ratio {a / b:.2f}", flush=True)
+        print(
+            f"{i + 1}: her_ddpg_fetch.py {a:.0f}, Stable-Baselines3 with {fastest} {b:.0f}, ratio {a / b:.2f}",
+            flush=True,
+        )
     print(f"median ratio {statistics.median(ratios):.2f}")
 
 

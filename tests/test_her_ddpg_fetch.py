@@ -26,7 +26,13 @@ def episode(length, first=0.0, goal=100.0):
     line = np.arange(first, first + length + 1, dtype=np.float32)[:, None]
     desired = np.full_like(line, goal)
     zeros = np.zeros(length, np.float32)
-    return {"observation": line, "achieved_goal": line, "desired_goal": desired, "action": line[1:], "terminated": zeros}
+    return {
+        "observation": line,
+        "achieved_goal": line,
+        "desired_goal": desired,
+        "action": line[1:],
+        "terminated": zeros,
+    }
 
 
 def replay(*episodes, capacity=100):
@@ -37,8 +43,13 @@ def replay(*episodes, capacity=100):
     return rb
 
 
-def args(**changes):
-    return dataclasses.replace(her.Args(), **changes)
+def threshold(achieved, desired, info):
+    return -(np.linalg.norm(achieved - desired, axis=-1) > 0.5).astype(np.float32)
+
+
+def sample(rb, **changes):
+    changes = {"past_goals": 0.0, "redraws": 0, "batch_size": 500} | changes
+    return rb.sample(dataclasses.replace(her.Args(), **changes), threshold, np.random.default_rng(0))
 
 
 def drawn(rb, strategy, step, n=400):
@@ -58,7 +69,7 @@ def test_hindsight_steps_at_both_ends_of_an_episode():
 
 def test_a_hindsight_goal_is_what_was_achieved_after_the_step():
     rb = replay(episode(3))
-    batch, hindsight = rb.sample(args(strategy="future", k=1e9, past_goals=0.0, batch_size=500), np.random.default_rng(0))
+    batch, hindsight = sample(rb, strategy="future", k=1e9)
     assert hindsight.all()
     pairs = set(zip(batch["achieved_goal"][:, 0].tolist(), batch["desired_goal"][:, 0].tolist()))
     assert pairs == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}  # never the state before the step
@@ -69,9 +80,7 @@ def test_a_hindsight_goal_is_what_was_achieved_after_the_step():
 
 @pytest.mark.parametrize("strategy, goal", [("final", {3.0}), ("none", {100.0})])
 def test_goals_of_the_other_strategies(strategy, goal):
-    batch, hindsight = replay(episode(3)).sample(args(strategy=strategy, k=1e9), np.random.default_rng(0))
-    if strategy == "final":
-        batch["desired_goal"] = batch["desired_goal"][batch["desired_goal"] != 100]  # of past goals, here the same one
+    batch, hindsight = sample(replay(episode(3)), strategy=strategy, k=1e9)
     assert set(batch["desired_goal"].flatten().tolist()) == goal
     assert hindsight.all() == (strategy != "none")
 
@@ -79,7 +88,7 @@ def test_goals_of_the_other_strategies(strategy, goal):
 @pytest.mark.parametrize("k, past, shares", [(4, 0.5, (0.4, 0.4, 0.2)), (1, 0.0, (0.5, 0.0, 0.5)), (0, 0.5, (0, 0, 1))])
 def test_shares_of_the_goals(k, past, shares):
     episodes = episode(2, goal=100), episode(2, first=10, goal=200)
-    batch, hindsight = replay(*episodes).sample(args(k=k, past_goals=past, batch_size=20_000), np.random.default_rng(0))
+    batch, hindsight = sample(replay(*episodes), k=k, past_goals=past, batch_size=20_000)
     goal, own = batch["desired_goal"][:, 0], np.where(batch["achieved_goal"][:, 0] < 10, 100, 200)
     achieved = (goal < 100).mean()
     other = (goal == 300 - own).mean()  # half of the past goals are of the other episode
@@ -87,12 +96,24 @@ def test_shares_of_the_goals(k, past, shares):
     assert (goal[~hindsight] == own[~hindsight]).all()
 
 
+def test_goals_met_before_the_step_are_drawn_again():
+    still = episode(3) | {"achieved_goal": np.full((4, 1), 7, np.float32)}  # the object does not move
+    rb = replay(*[still] * 9, episode(3))
+
+    def share_met_before(redraws):
+        batch, hindsight = sample(rb, k=1e9, redraws=redraws, batch_size=20_000)
+        assert hindsight.all()
+        return (batch["achieved_goal"] == batch["desired_goal"]).mean()
+
+    np.testing.assert_allclose([share_met_before(n) for n in (0, 1, 2)], [0.9, 0.9**2, 0.9**3], atol=0.01)
+
+
 def test_ring_wraps_with_episodes_of_unequal_length():
     rb = replay(episode(3), episode(2, first=10), episode(4, first=20), capacity=8)
     assert (rb.first, rb.end) == (3, 9)  # step 8 took the row of step 0, so all of the first episode is gone
     assert drawn(rb, "future", 5) == {5, 6, 7, 8}  # over the edge of the ring
     assert drawn(rb, "random", 5) == {3, 4, 5, 6, 7, 8}
-    batch, _ = rb.sample(args(strategy="none", batch_size=500), np.random.default_rng(0))
+    batch, _ = sample(rb, strategy="none")
     assert set(batch["achieved_goal"][:, 0].tolist()) == {10, 11, 20, 21, 22, 23}
     np.testing.assert_array_equal(batch["next_achieved_goal"], batch["achieved_goal"] + 1)
     rb.add(episode(8, first=30))
@@ -116,10 +137,6 @@ def test_target_clips_bootstraps_at_the_time_limit_and_stops_at_a_termination():
     torch.testing.assert_close(target, torch.tensor([-10.8, -50, -1, 0, -9.8]))
     target = her.td_target(reward + 1, terminated, torch.full((5,), 90.0), 0.9, [0.0, 1.0])
     torch.testing.assert_close(target, torch.tensor([10.0, 10, 0, 10, 10]))  # rewards 0 and 1: at most 1 / (1 - 0.9)
-
-
-def threshold(achieved, desired, info):  # vectorised
-    return -(np.linalg.norm(achieved - desired, axis=-1) > 0.5).astype(np.float32)
 
 
 def one_goal(achieved, desired, info):  # gives one number for a batch, silently
@@ -156,6 +173,16 @@ def test_count_bonus():
     assert bonus(here + 0.001, goal) == 1.0  # 2 / sqrt(4), anywhere in the cell
     assert bonus(here + 1, goal + 1) == 1.0  # relative to the goal
     assert bonus(next_cell, goal) == 2.0  # never seen
+
+
+def test_summary_of_episodes():
+    def played(success, moved):
+        achieved = np.array([[1.0, 2], [1, 2 + moved], [1, 2]], np.float32)
+        return {"success": np.float32(success), "reward": np.float32(success) - 1, "achieved_goal": achieved}
+
+    episodes = played([0, 1], 0.02), played([1, 0], 0.005), played([1, 0], -1), played([0, 0], 0)
+    summary = {"success_rate": 0.25, "success_any_rate": 0.75, "episodic_return": -1.25, "moved_fraction": 0.5}
+    assert her.summarize(episodes) == summary
 
 
 # ------------------------------------------------------------------------------------------------------------ networks
@@ -230,7 +257,9 @@ def test_an_action_that_is_not_a_number_is_an_error():
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
-POINT = "--env-id Point-v3 --env-module tests.point_env --hidden-size 16 --batch-size 32 --num-envs 4 --learning-starts 0"
+POINT = (
+    "--env-id Point-v3 --env-module tests.point_env --hidden-size 16 --batch-size 32 --num-envs 4 --learning-starts 0"
+)
 POINT += " --total-timesteps 800 --eval-frequency 400 --eval-episodes 8 --train-frequency 1 --no-cuda"
 
 
