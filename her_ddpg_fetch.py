@@ -614,6 +614,7 @@ def train(args, saved):
     if args.cuda and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.set_num_threads(args.num_threads)
+    torch.set_flush_denormal(True)  # Adam's averages of units that died shrink for ever, and tiny numbers are slow
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic kernels need on a GPU
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.manual_seed(args.seed)
