@@ -76,7 +76,7 @@ class Args:
     """Gymnasium id of a goal-conditioned environment; a version that is gone runs as the newest one"""
     env_module: Optional[str] = None
     """module to import first, for environments of your own (here: `envs`, the paper's task variants)"""
-    total_timesteps: int = 500_000
+    total_timesteps: int = 700_000
     """environment steps, all environments and ranks counted"""
     eval_frequency: int = 20_000
     """environment steps between evaluations"""
@@ -91,7 +91,7 @@ class Args:
     """play the next cycle while learning, with the policy from before it (`--no-overlap`: in turn, as in the paper)"""
     buffer_size: int = 1_000_000
     """transitions in a rank's replay buffer (App. A: 1e6)"""
-    batch_size: int = 256
+    batch_size: int = 512
     """transitions in a rank's minibatch (App. A: 128)"""
     learning_rate: float = 1e-3
     """Adam's step size (App. A: 0.001)"""
@@ -101,27 +101,27 @@ class Args:
     """achieved goals to relabel with (Sec. 4.5): later in the episode, its last, any of it, any in the buffer, none"""
     k: float = 4
     """relabelled samples for each one with its own goal (Sec. 4.5); 0: no HER"""
-    past_goals: float = 0.5
+    past_goals: float = 0.25
     """share of the relabelled samples that take a desired goal of any stored episode instead (paper: 0)"""
-    redraws: int = 0
+    redraws: int = 8
     """times that a hindsight goal which was met before the step already is drawn again, step and all (paper: 0)"""
     train_frequency: int = 4
     """environment steps of a rank for each update (App. A: 20, 16 episodes of 50 steps then 40 updates)"""
-    learning_starts: int = 4_000
-    """environment steps before the first update (paper: 0)"""
     tau: float = 0.05
     """step of the target networks towards the networks (App. A: 0.05)"""
     target_network_frequency: int = 1
     """updates between steps of the target networks (App. A: 40)"""
-    hidden_size: int = 256
+    hidden_size: int = 128
     """units in a hidden layer (App. A: 64)"""
     num_layers: int = 3
     """hidden layers of actor and critic (App. A: 3)"""
-    action_penalty: float = 0.01
-    """weight of the squared inputs of the actor's tanh in its loss (App. A: 1, the weight is not given)"""
-    exploration_noise: float = 0.1
+    input_scale: float = 3.0
+    """deviation of the networks' scaled inputs; above 1, networks tell near positions apart sooner (App. A: 1)"""
+    action_penalty: float = 2.0
+    """weight of the squared inputs of the actor's tanh in its loss (App. A does not give it; 1 in common use)"""
+    exploration_noise: float = 0.2
     """deviation of the normal noise on actions in [-1, 1] (App. A: 5% of the range, 0.1)"""
-    random_action: float = 0.2
+    random_action: float = 0.3
     """probability of a uniform action (App. A: 0.2)"""
     count_bonus: float = 0.0
     """alpha of the exploration bonus alpha / sqrt(visits) of Sec. 4.2's baseline (paper: 1); 0: no bonus"""
@@ -186,8 +186,8 @@ def describe(env, args):
     if any(len(shape) != 1 for shape in dims.values()):
         raise BadInput(f"{args.env_id} has observations that are not vectors: {dims}")
     actor_key = "actor_observation" if "actor_observation" in dims else "observation"
-    sizes = [*dims[actor_key], *dims["desired_goal"], 0, *env.action_space.shape, args.hidden_size, args.num_layers]
-    return dims, actor_key, sizes
+    sizes = [*dims[actor_key], *dims["desired_goal"], 0, *env.action_space.shape]
+    return dims, actor_key, [*sizes, args.hidden_size, args.num_layers, args.input_scale]
 
 
 def vectorized(goal_function, achieved, desired):
@@ -214,21 +214,21 @@ def vectorized(goal_function, achieved, desired):
 
 # ALGO LOGIC: networks ------------------------------------------------------------------------------------------------
 class NetworkInput(nn.Module):
-    """[s, g, g - achieved goal], scaled to mean 0 and deviation 1 over all seen so far and clipped to [-5, 5] (App. A).
+    """[s, g, g - achieved goal], scaled to mean 0 and deviation `scale` and clipped to 5 deviations (App. A: scale 1).
 
     The difference is there because the paper's networks see the target relative to the robot (Sec. 4.1, observations).
     """
 
-    def __init__(self, obs_dim, goal_dim):
+    def __init__(self, obs_dim, goal_dim, scale):
         super().__init__()
-        self.dim = obs_dim + 2 * goal_dim
+        self.dim, self.scale = obs_dim + 2 * goal_dim, scale
         self.register_buffer("sums", torch.zeros(3, self.dim, dtype=torch.float64))  # of 1, x and x^2
         self.register_buffer("mean", torch.zeros(self.dim))
         self.register_buffer("std", torch.ones(self.dim))
 
     def forward(self, obs, achieved_goal, desired_goal):
         x = torch.cat([obs, desired_goal, desired_goal - achieved_goal], -1)
-        return ((x - self.mean) / self.std).clamp(-5, 5)
+        return self.scale * ((x - self.mean) / self.std).clamp(-5, 5)
 
     def update(self, obs, achieved_goal, desired_goal):
         """Count in rows of arrays, (n, dim) each, those of all ranks of torchrun."""
@@ -246,9 +246,9 @@ class NetworkInput(nn.Module):
 class MLP(nn.Module):
     """Actor: (s, g) -> inputs of its tanh, (n, action_dim). Critic: (s, g, action) -> Q, (n, 1)."""
 
-    def __init__(self, obs_dim, goal_dim, action_dim, out_dim, hidden_size, num_layers):
+    def __init__(self, obs_dim, goal_dim, action_dim, out_dim, hidden_size, num_layers, input_scale):
         super().__init__()
-        self.input = NetworkInput(obs_dim, goal_dim)
+        self.input = NetworkInput(obs_dim, goal_dim, input_scale)
         sizes = [self.input.dim + action_dim] + [hidden_size] * num_layers
         hidden = [layer for i, o in zip(sizes, sizes[1:]) for layer in (nn.Linear(i, o), nn.ReLU())]
         self.layers = nn.Sequential(*hidden, nn.Linear(hidden_size, out_dim))
@@ -634,7 +634,7 @@ def train(args, saved):
     bonus = CountBonus(args.count_bonus, args.count_cell, *dims["desired_goal"]) if args.count_bonus else None
     actor = MLP(*actor_sizes).to(device)
     sizes = [*dims["observation"], *dims["desired_goal"], *env.action_space.shape, 1]
-    qf = MLP(*sizes, args.hidden_size, args.num_layers).to(device)
+    qf = MLP(*sizes, args.hidden_size, args.num_layers, args.input_scale).to(device)
     actor_target, qf_target = copy.deepcopy(actor), copy.deepcopy(qf)
     actor_target.input, qf_target.input = actor.input, qf.input
     actor_parameters, qf_parameters = list(actor.parameters()), list(qf.parameters())
@@ -726,7 +726,7 @@ def train(args, saved):
 
         # ALGO LOGIC: learn from minibatches with hindsight goals
         rng = np.random.default_rng([args.seed, REPLAY, rank, progress.cycle])
-        due = max(0, progress.global_step - args.learning_starts) // (args.train_frequency * world_size)
+        due = progress.global_step // (args.train_frequency * world_size)
         relabelled = zero_rewards = 0
         for update in range(progress.updates + 1, due + 1):
             batch, hindsight = rb.sample(args, compute_reward, rng)
@@ -844,8 +844,8 @@ def check(args):
     """Refuse what cannot work before anything is written."""
     counts = "num_threads total_timesteps eval_frequency eval_episodes num_envs num_workers buffer_size batch_size"
     counts += " train_frequency target_network_frequency hidden_size num_layers"
-    amounts = "seed checkpoint_frequency learning_rate k redraws learning_starts action_penalty exploration_noise"
-    amounts += " count_bonus"
+    amounts = "seed checkpoint_frequency learning_rate k redraws action_penalty exploration_noise"
+    amounts += " input_scale count_bonus"
     shares = "gamma past_goals tau random_action"
     for names, low, high in ((counts, 1, math.inf), (amounts, 0, math.inf), (shares, 0, 1)):
         for name in names.split():

@@ -37,8 +37,8 @@ class Args:
 
 def ours(args):
     """One run of the script, minus its start and evaluation: training steps a second."""
-    flags = "--env-id FetchPush-v4 --hidden-size 64 --batch-size 128 --train-frequency 20 --past-goals 0 --no-cuda"
-    flags += " --target-network-frequency 40 --learning-starts 0 --eval-episodes 1 --eval-frequency 1000000"
+    flags = "--env-id FetchPush-v4 --hidden-size 64 --batch-size 128 --train-frequency 20 --past-goals 0 --redraws 0 --no-cuda"
+    flags += " --target-network-frequency 40 --eval-episodes 1 --eval-frequency 1000000"
     flags += f" --total-timesteps {args.steps + 1600} --num-workers {args.num_workers} --checkpoint-frequency 0"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(SCRIPT), *flags.split(), "--run-dir", folder]

@@ -190,7 +190,7 @@ def test_network_input_is_scaled_by_the_statistics_of_everything_seen():
     rng = np.random.default_rng(0)
     obs, achieved, desired = (rng.normal(3, 5, (1000, n)).astype(np.float32) for n in (2, 1, 1))
     obs[:, 1] = 7  # never varies
-    scaling = her.NetworkInput(2, 1)
+    scaling = her.NetworkInput(2, 1, scale=1.0)
     for part in np.split(np.arange(1000), [100, 150, 700]):
         scaling.update(obs[part], achieved[part], desired[part])
     x = np.concatenate([obs, desired, desired - achieved], 1)
@@ -200,21 +200,34 @@ def test_network_input_is_scaled_by_the_statistics_of_everything_seen():
     np.testing.assert_allclose(out, np.clip((x - x.mean(0)) / np.maximum(x.std(0), 0.01), -5, 5), atol=1e-4)
     far = scaling(torch.tensor([[1e6, 7.0]]), torch.zeros(1, 1), torch.tensor([[-1e6]]))
     assert far[0, 0] == 5 and far[0, 2] == -5
+    scaling.scale = 3.0
+    np.testing.assert_allclose(scaling(*map(torch.from_numpy, (obs, achieved, desired))), 3 * out)
 
 
 def test_appendix_a_network():
-    actor = her.MLP(25, 3, 0, 4, 64, 3)
+    actor = her.MLP(25, 3, 0, 4, 64, 3, 1.0)
     linear = [m for m in actor.layers if isinstance(m, nn.Linear)]
     assert [tuple(m.weight.shape) for m in linear] == [(64, 31), (64, 64), (64, 64), (4, 64)]
     assert [type(m) for m in actor.layers[1::2]] == [nn.ReLU] * 3
-    qf = her.MLP(25, 3, 4, 1, 64, 3)
+    qf = her.MLP(25, 3, 4, 1, 64, 3, 1.0)
     assert qf(torch.zeros(5, 25), torch.zeros(5, 3), torch.zeros(5, 3), torch.zeros(5, 4)).shape == (5, 1)
 
 
 # -------------------------------------------------------------------------------------------------------- environments
-def test_a_version_that_is_gone_runs_as_the_newest():
+def test_a_version_that_is_gone_runs_as_the_newest_and_says_so(capsys):
     assert her.make_env("FetchSlide-v2").spec.id == "FetchSlide-v4"
-    assert her.make_env("FetchPush-v3").spec.id == "FetchPush-v4"
+    env = her.make_env("FetchPush-v3")
+    assert env.spec.id == "FetchPush-v4"
+    her.describe(env, her.Args(env_id="FetchPush-v3"))
+    assert capsys.readouterr().err == "FetchPush-v3 is not registered (any more): running FetchPush-v4\n"
+
+
+def test_the_policy_sees_actor_observation_where_there_is_one():
+    env = her.make_env("FetchPushPaper-v0", "envs")
+    dims, actor_key, sizes = her.describe(env, her.Args(env_id="FetchPushPaper-v0", hidden_size=8, num_layers=1))
+    assert actor_key == "actor_observation" and dims["observation"] == (25,) and sizes == [14, 3, 0, 4, 8, 1, 3.0]
+    (played,) = her.play_episodes([env], her.MLP(*sizes), [1])
+    np.testing.assert_array_equal(played["actor_observation"], played["observation"][:, :14])
 
 
 def test_fetch_observations_are_those_of_the_untouched_environment():
@@ -234,7 +247,7 @@ def test_fetch_observations_are_those_of_the_untouched_environment():
 def test_episodes_follow_from_their_seeds_alone_and_may_end_early():
     envs = [her.make_env("PointTerminates-v0", "tests.point_env") for _ in range(3)]
     torch.manual_seed(0)
-    actor = her.MLP(1, 1, 0, 1, 8, 1)
+    actor = her.MLP(1, 1, 0, 1, 8, 1, 1.0)
     one = her.play_episodes(envs, actor, [1, 2, 3], (0.1, 0.5))
     her.play_episodes(envs, actor, [7, 8, 9], (0.1, 0.5))
     two = her.play_episodes(envs, actor, [1, 2, 3], (0.1, 0.5))
@@ -250,17 +263,15 @@ def test_episodes_follow_from_their_seeds_alone_and_may_end_early():
 
 
 def test_an_action_that_is_not_a_number_is_an_error():
-    actor = her.MLP(1, 1, 0, 1, 8, 1)
+    actor = her.MLP(1, 1, 0, 1, 8, 1, 1.0)
     nn.init.constant_(actor.layers[-1].bias, float("nan"))
     with pytest.raises(her.RunFailed, match="not a number"):
         her.play_episodes([her.make_env("Point-v3", "tests.point_env")], actor, [1])
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
-POINT = (
-    "--env-id Point-v3 --env-module tests.point_env --hidden-size 16 --batch-size 32 --num-envs 4 --learning-starts 0"
-)
-POINT += " --total-timesteps 800 --eval-frequency 400 --eval-episodes 8 --train-frequency 1 --no-cuda"
+POINT = "--env-id Point-v3 --env-module tests.point_env --hidden-size 16 --batch-size 32 --num-envs 4"
+POINT += " --action-penalty 0.01 --exploration-noise 0.1 --total-timesteps 800 --eval-frequency 400 --eval-episodes 8 --train-frequency 1 --no-cuda"
 
 
 def command(arguments, run_dir, launcher=()):
@@ -438,6 +449,6 @@ def test_help_names_every_flag_without_warnings(tmp_path):
 
 
 def test_fetch_reach_is_learned(tmp_path):
-    fetch = "--env-id FetchReach-v2 --total-timesteps 4000 --eval-frequency 4000 --eval-episodes 30 --learning-starts 0"
+    fetch = "--env-id FetchReach-v2 --total-timesteps 4000 --eval-frequency 4000 --eval-episodes 30"
     result = run(f"{fetch} --num-envs 4 --hidden-size 64 --no-cuda", tmp_path)
     assert result["success_rate"] >= 0.9
