@@ -37,9 +37,9 @@ class Args:
 
 def ours(args):
     """One run of the script, minus its start and evaluation: training steps a second."""
-    flags = "--env-id FetchPush-v4 --hidden-size 64 --batch-size 128 --train-frequency 20 --past-goals 0 --redraws 0 --no-cuda"
-    flags += " --target-network-frequency 40 --eval-episodes 1 --eval-frequency 1000000"
-    flags += f" --total-timesteps {args.steps + 1600} --num-workers {args.num_workers} --checkpoint-frequency 0"
+    flags = "--env-id FetchPush-v4 --hidden-size 64 --batch-size 128 --train-frequency 20 --target-network-frequency 40"
+    flags += f" --past-goals 0 --redraws 0 --no-cuda --total-timesteps {args.steps + 1600}"
+    flags += f" --num-workers {args.num_workers} --eval-episodes 1 --eval-frequency 1000000 --checkpoint-frequency 0"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(SCRIPT), *flags.split(), "--run-dir", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -270,8 +270,8 @@ def test_an_action_that_is_not_a_number_is_an_error():
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
-POINT = "--env-id Point-v3 --env-module tests.point_env --hidden-size 16 --batch-size 32 --num-envs 4"
-POINT += " --action-penalty 0.01 --exploration-noise 0.1 --total-timesteps 800 --eval-frequency 400 --eval-episodes 8 --train-frequency 1 --no-cuda"
+POINT = """--env-id Point-v3 --env-module tests.point_env --total-timesteps 800 --eval-frequency 400 --eval-episodes 8
+    --num-envs 4 --batch-size 32 --train-frequency 1 --hidden-size 16 --action-penalty 0.01 --no-cuda"""
 
 
 def command(arguments, run_dir, launcher=()):
@@ -449,6 +449,6 @@ def test_help_names_every_flag_without_warnings(tmp_path):
 
 
 def test_fetch_reach_is_learned(tmp_path):
-    fetch = "--env-id FetchReach-v2 --total-timesteps 4000 --eval-frequency 4000 --eval-episodes 30"
-    result = run(f"{fetch} --num-envs 4 --hidden-size 64 --no-cuda", tmp_path)
+    fetch = "--env-id FetchReach-v2 --total-timesteps 3000 --eval-frequency 3000 --eval-episodes 30 --num-envs 4"
+    result = run(f"{fetch} --batch-size 256 --hidden-size 64 --no-cuda", tmp_path)
     assert result["success_rate"] >= 0.9
