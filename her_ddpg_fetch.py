@@ -388,13 +388,13 @@ class ReplayBuffer:
 
     def hindsight_steps(self, strategy, steps, rng):
         """The steps whose outcome becomes the goal of each of `steps` (Sec. 4.5)."""
-        start, end = (bounds[steps % self.capacity] for bounds in (self.episode_start, self.episode_end))
+        rows = steps % self.capacity
         if strategy == "future":  # the step itself counts: its outcome is achieved at t + 1
-            return rng.integers(steps, end)
+            return rng.integers(steps, self.episode_end[rows])
         if strategy == "final":
-            return end - 1
+            return self.episode_end[rows] - 1
         if strategy == "episode":
-            return rng.integers(start, end)
+            return rng.integers(self.episode_start[rows], self.episode_end[rows])
         return rng.integers(self.first, self.end, len(steps))  # random
 
     def sample(self, args, compute_reward, rng):
