@@ -67,10 +67,13 @@ def train_sb3(num_envs, steps):
                 self.first, self.started = self.num_timesteps, time.time()
             return True
 
-    gym.register_envs(gymnasium_robotics)
+    def make_env():
+        gym.register_envs(gymnasium_robotics)  # in each process
+        return gym.make("FetchPush-v4", disable_env_checker=True)
+
     torch.set_num_threads(1)
     vec_env = SubprocVecEnv if num_envs > 1 else DummyVecEnv
-    env = make_vec_env("FetchPush-v4", num_envs, vec_env_cls=vec_env, env_kwargs={"disable_env_checker": True})
+    env = make_vec_env(make_env, num_envs, vec_env_cls=vec_env)
     model = DDPG(
         "MultiInputPolicy",
         env,
