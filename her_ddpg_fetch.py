@@ -2,7 +2,7 @@
 
 Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017: Algorithm 1, Sec. 3 and 4, Appendix A. Try:
 
-  python her_ddpg_fetch.py --env-id FetchReach-v4 --total-timesteps 10000 --eval-frequency 2000
+  python her_ddpg_fetch.py --env-id FetchReach-v4 --total-timesteps 10000 --eval-frequency 5000
   python her_ddpg_fetch.py --env-id FetchSlide-v2 --k 4
 """
 
