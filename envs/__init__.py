@@ -1,11 +1,19 @@
 """Environments of the papers' experiments, registered with Gymnasium by `import envs` (or by an id with the module
 in front: `gym.make("envs:FetchPushPaper-v0")`).
 
+`BitFlip-v0`, the bit-flipping task of the HER paper, see envs/bit_flip.py.
+
 The Fetch variants of the HER paper, see envs/fetch.py: `Fetch{TASK}FixedGoal-v0`, `Fetch{TASK}ShapedL{0,1}P{1,2}-v0`
 and `Fetch{TASK}Paper-v0` for TASK in Reach, Push, Slide, PickAndPlace; `Fetch{TASK}Noisy-v0` for all but Reach.
 """
 
 from gymnasium import register
+
+register(
+    id="BitFlip-v0",
+    entry_point="envs.bit_flip:BitFlipEnv",
+    vector_entry_point="envs.bit_flip:BitFlipVectorEnv",
+)
 
 for task in ("Reach", "Push", "Slide", "PickAndPlace"):
     for variant in ("FixedGoal", "ShapedL0P1", "ShapedL0P2", "ShapedL1P1", "ShapedL1P2", "Paper", "Noisy"):
