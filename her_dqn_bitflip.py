@@ -298,7 +298,8 @@ def new_run_folder(args):
     commit = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
     about = {
         "args": dataclasses.asdict(args),
-        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
         "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
         "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
     }

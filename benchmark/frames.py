@@ -1,6 +1,6 @@
 """A strip of frames from a video, to show an episode in one picture.
 
-    python benchmark/frames.py runs/.../videos/evaluate-episode-0.mp4 docs/push_frames.png
+python benchmark/frames.py runs/.../videos/evaluate-episode-0.mp4 docs/push_frames.png
 """
 
 from dataclasses import dataclass

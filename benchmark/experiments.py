@@ -1,0 +1,48 @@
+"""The experiments of the papers as data: what each runs, with which seeds, and the claim that it checks.
+
+An experiment has variants, each a script and its arguments; `run.py` runs every variant with every seed.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Experiment:
+    claim: str
+    """what the paper says, and what the curves must show"""
+    script: str
+    """file of the repository's root"""
+    variants: dict[str, str]
+    """arguments of the script by the variant's name"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    cost: str = ""
+    """what one run costs, as measured, and where"""
+    arguments: str = ""
+    """arguments of all variants"""
+    seeds_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """seeds of the variants that have others than `seeds`"""
+
+    def runs(self):
+        """(variant, seed) pairs, seed by seed, so that an interrupted experiment has whole seeds."""
+        every = {variant: self.seeds_of.get(variant, self.seeds) for variant in self.variants}
+        pairs = [(variant, seed) for variant, seeds in every.items() for seed in seeds]
+        return sorted(pairs, key=lambda pair: pair[1])
+
+    def command(self, variant, seed):
+        return [self.script, *self.arguments.split(), *self.variants[variant].split(), "--seed", str(seed)]
+
+
+# Environment steps for n bits. The paper's budget is 160,000 episodes of n steps, 8 million steps for 50 bits.
+BITFLIP_STEPS = {5: 10_000, 10: 20_000, 15: 40_000, 20: 60_000, 25: 100_000, 30: 160_000, 40: 400_000, 50: 800_000}
+
+EXPERIMENTS = {
+    "bitflip": Experiment(
+        claim="HER Fig. 1: plain DQN fails from about 13 bits on, with HER 50 bits are solved",
+        script="her_dqn_bitflip.py",
+        variants={
+            f"n{n}-{name}": f"--n-bits {n} --total-timesteps {steps} --eval-frequency {steps // 20} --strategy {strategy}"
+            for n, steps in BITFLIP_STEPS.items()
+            for name, strategy in (("her", "future"), ("dqn", "none"))
+        },
+    ),
+}
