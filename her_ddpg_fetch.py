@@ -395,7 +395,9 @@ class ReplayBuffer:
             return self.episode_end[rows] - 1
         if strategy == "episode":
             return rng.integers(self.episode_start[rows], self.episode_end[rows])
-        return rng.integers(self.first, self.end, len(steps))  # random
+        if strategy == "random":
+            return rng.integers(self.first, self.end, len(steps))
+        return steps  # none: nobody asks for them
 
     def sample(self, args, compute_reward, rng):
         """A minibatch (dict of arrays) with the goals of k / (k + 1) of it replaced, and which those are.
@@ -403,18 +405,21 @@ class ReplayBuffer:
         To relabel while sampling is the same as to store k relabelled copies of each transition (Algorithm 1).
         """
         steps = rng.integers(self.first, self.end, args.batch_size)
-        k = 0 if args.strategy == "none" else args.k
+        strategy = args.strategy if args.k else "none"
+        k = 0 if strategy == "none" else args.k
         draw = rng.random(args.batch_size) * (k + 1)
         hindsight, past = draw < k, draw < k * args.past_goals
-        outcomes = self.hindsight_steps(args.strategy, steps, rng)
+        outcomes = self.hindsight_steps(strategy, steps, rng)
         again = np.flatnonzero(hindsight & ~past)
         for _ in range(args.redraws):
+            if len(again) == 0:
+                break
             before = self.data["achieved_goal"][steps[again] % self.capacity]
             goal = self.data["next_achieved_goal"][outcomes[again] % self.capacity]
             info = {"previous_achieved_goal": before}
             again = again[compute_reward(before, goal, info) >= compute_reward(goal, goal, info)]
             steps[again] = rng.integers(self.first, self.end, len(again))
-            outcomes[again] = self.hindsight_steps(args.strategy, steps[again], rng)
+            outcomes[again] = self.hindsight_steps(strategy, steps[again], rng)
         batch = {key: array[steps % self.capacity] for key, array in self.data.items()}
         others = rng.integers(self.first, self.end, args.batch_size)
         batch["desired_goal"][hindsight] = self.data["next_achieved_goal"][outcomes[hindsight] % self.capacity]

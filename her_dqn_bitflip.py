@@ -33,7 +33,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 
-import envs  # noqa: F401  registers BitFlip-v0
+from envs import bit_flip  # noqa: F401  registers BitFlip-v0
 
 
 @dataclass

@@ -40,9 +40,10 @@ EXPERIMENTS = {
         claim="HER Fig. 1: plain DQN fails from about 13 bits on, with HER 50 bits are solved",
         script="her_dqn_bitflip.py",
         variants={
-            f"n{n}-{name}": f"--n-bits {n} --total-timesteps {steps} --eval-frequency {steps // 20} --strategy {strategy}"
+            f"n{n}-{name}": f"--n-bits {n} --total-timesteps {steps} --eval-frequency {steps // 20} {flags}".strip()
             for n, steps in BITFLIP_STEPS.items()
-            for name, strategy in (("her", "future"), ("dqn", "none"))
+            for name, flags in (("her", ""), ("dqn", "--strategy none"))
         },
+        seeds_of={f"n{n}-dqn": (1, 2) for n in (30, 40, 50)},  # at 0 from 20 bits on
     ),
 }
