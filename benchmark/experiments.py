@@ -34,6 +34,7 @@ class Experiment:
 
 # Environment steps for n bits. The paper's budget is 160,000 episodes of n steps, 8 million steps for 50 bits.
 BITFLIP_STEPS = {5: 10_000, 10: 20_000, 15: 40_000, 20: 60_000, 25: 100_000, 30: 160_000, 40: 400_000, 50: 800_000}
+PLAIN_DQN_STEPS = BITFLIP_STEPS | {10: 200_000, 15: 400_000}  # ten times as many where chance may still find goals
 
 EXPERIMENTS = {
     "bitflip": Experiment(
@@ -41,8 +42,8 @@ EXPERIMENTS = {
         script="her_dqn_bitflip.py",
         variants={
             f"n{n}-{name}": f"--n-bits {n} --total-timesteps {steps} --eval-frequency {steps // 20} {flags}".strip()
-            for n, steps in BITFLIP_STEPS.items()
-            for name, flags in (("her", ""), ("dqn", "--strategy none"))
+            for name, flags, budget in (("her", "", BITFLIP_STEPS), ("dqn", "--strategy none", PLAIN_DQN_STEPS))
+            for n, steps in budget.items()
         },
         seeds_of={f"n{n}-dqn": (1, 2) for n in (30, 40, 50)},  # at 0 from 20 bits on
     ),
