@@ -32,8 +32,8 @@ class Experiment:
         return [self.script, *self.arguments.split(), *self.variants[variant].split(), "--seed", str(seed)]
 
 
-# Environment steps for n bits. The paper's budget is 160,000 episodes of n steps, 8 million steps for 50 bits. Plain DQN
-# gets ten times as many where chance may still find goals, and fewer where it cannot.
+# Environment steps for n bits. The paper's budget is 160,000 episodes of n steps, 8 million steps for 50 bits. Plain
+# DQN gets ten times as many where chance may still find goals, and fewer where it cannot.
 BITFLIP_STEPS = {5: 10_000, 10: 20_000, 15: 40_000, 20: 60_000, 25: 100_000, 30: 160_000, 40: 400_000, 50: 1_200_000}
 PLAIN_DQN_STEPS = BITFLIP_STEPS | {10: 200_000, 15: 400_000, 40: 160_000, 50: 160_000}
 
@@ -42,8 +42,8 @@ EXPERIMENTS = {
         claim="HER Fig. 1: plain DQN fails from about 13 bits on, with HER 50 bits are solved",
         script="her_dqn_bitflip.py",
         variants={
-            f"n{n}-{name}": f"--n-bits {n} --total-timesteps {steps} --eval-frequency {min(40_000, steps // 20)} {flags}".strip()
-            for name, flags, budget in (("her", "", BITFLIP_STEPS), ("dqn", "--strategy none", PLAIN_DQN_STEPS))
+            f"n{n}-{name}": f"--n-bits {n} --total-timesteps {steps} --eval-frequency {min(40_000, steps // 20)}{flags}"
+            for name, flags, budget in (("her", "", BITFLIP_STEPS), ("dqn", " --strategy none", PLAIN_DQN_STEPS))
             for n, steps in budget.items()
         },
         seeds_of={f"n{n}-dqn": (1, 2) for n in (25, 30, 40, 50)},  # at 0 from 20 bits on

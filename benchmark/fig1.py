@@ -3,7 +3,7 @@
     python benchmark/run.py bitflip
     python benchmark/fig1.py docs/bitflip.png
 
-Draws the mean over seeds of the last evaluation, with a bar from the worst seed to the best, and prints a Markdown table.
+Draws the mean over seeds of the last evaluation, with a bar from the worst seed to the best, and prints a table.
 """
 
 import csv
@@ -60,7 +60,7 @@ def main(args):
     figure.savefig(args.output, dpi=120)
 
     print(
-        f"| n | DQN + HER: success (worst seed), seeds | episodes to {SOLVED} | seconds to {SOLVED} | DQN: success, seeds |"
+        f"| n | HER: success (worst seed), seeds | episodes to {SOLVED} | seconds to {SOLVED} | DQN: success, seeds |"
     )
     print("|---|---|---|---|---|")
     for n in sorted({n for _, n in runs}):

@@ -19,6 +19,8 @@ class Args:
     """PNG to write"""
     count: int = 5
     """frames, evenly spaced from first to last"""
+    crop: tuple[float, float, float, float] = (0.35, 0.2, 0.9, 0.75)
+    """left, top, right and bottom of the part to show, as shares of the frame; here the table of the Fetch tasks"""
     height: int = 240
     """pixels"""
 
@@ -27,6 +29,9 @@ def main(args):
     with VideoFileClip(args.video) as clip:
         frames = list(clip.iter_frames())
     chosen = [frames[i] for i in np.linspace(0, len(frames) - 1, args.count).round().astype(int)]
+    rows, columns = chosen[0].shape[:2]
+    left, top, right, bottom = args.crop
+    chosen = [f[int(top * rows) : int(bottom * rows), int(left * columns) : int(right * columns)] for f in chosen]
     strip = Image.fromarray(np.concatenate(chosen, axis=1))
     strip.resize((strip.width * args.height // strip.height, args.height)).save(args.output)
 

@@ -262,6 +262,22 @@ def test_episodes_follow_from_their_seeds_alone_and_may_end_early():
     assert min(len(e["action"]) for e in one) < max(len(e["action"]) for e in one)
 
 
+def test_exploration_clips_its_noise_and_mixes_in_uniform_actions():
+    envs = [her.make_env("Point-v3", "tests.point_env") for _ in range(40)]
+    actor = her.MLP(1, 1, 0, 1, 8, 1, 1.0)
+    nn.init.constant_(actor.layers[-1].bias, 20.0)  # tanh gives 1
+
+    def actions(noise, random_action):
+        episodes = her.play_episodes(envs, actor, range(40), (noise, random_action))
+        return np.concatenate([episode["action"] for episode in episodes])
+
+    noisy, mixed = actions(0.1, 0.0), actions(0.0, 0.3)
+    assert noisy.shape == (400, 1) and noisy.max() == 1 and 0.6 < noisy.min()
+    assert abs((noisy == 1).mean() - 0.5) < 0.1  # noise above 0 is clipped away
+    assert abs((mixed < 1).mean() - 0.3) < 0.1
+    assert abs(mixed[mixed < 1].mean()) < 0.3 and mixed.min() < -0.8  # uniform on [-1, 1]
+
+
 def test_an_action_that_is_not_a_number_is_an_error():
     actor = her.MLP(1, 1, 0, 1, 8, 1, 1.0)
     nn.init.constant_(actor.layers[-1].bias, float("nan"))
