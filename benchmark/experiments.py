@@ -46,7 +46,7 @@ EXPERIMENTS = {
             for name, flags, budget in (("her", "", BITFLIP_STEPS), ("dqn", " --strategy none", PLAIN_DQN_STEPS))
             for n, steps in budget.items()
         },
-        seeds_of={f"n{n}-dqn": (1, 2) for n in (25, 30, 40, 50)},  # at 0 from 20 bits on
+        seeds_of={f"n{n}-dqn": (1, 2) if n >= 25 else (1, 2, 3) for n in PLAIN_DQN_STEPS},
     ),
     "bitflip-settings": Experiment(
         claim="what lets DQN + HER solve many bits: each setting of App. A or of ours against the defaults, 30 bits",
