@@ -55,7 +55,7 @@ class Args:
     wandb_entity: Optional[str] = None
     """W&B team or user; None: your default one"""
     capture_video: bool = False
-    """film the first episode of each evaluation (needs `pip install moviepy`)"""
+    """film an episode at each evaluation (needs `pip install moviepy`)"""
     save_model: bool = False
     """write the trained network to model.pt"""
     quiet: bool = False
@@ -118,11 +118,11 @@ class RunFailed(Exception):
     """A run broke off; exit status 1."""
 
 
-def make_envs(args, num_envs):
+def make_envs(args, num_envs, mode="vector_entry_point", **kwargs):
     """`num_envs` episodes that advance in one call, see envs/bit_flip.py."""
-    task = {"n": args.n_bits, "terminate": args.terminate, "shaped": args.reward == "shaped"}
+    kwargs |= {"n": args.n_bits, "terminate": args.terminate, "shaped": args.reward == "shaped"}
     try:
-        return gym.make_vec(args.env_id, num_envs, gym.VectorizeMode.VECTOR_ENTRY_POINT, **task)
+        return gym.make_vec(args.env_id, num_envs, mode, **kwargs)
     except gym.error.UnregisteredEnv as e:
         close = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, 3)) or "none is close"
         raise BadInput(f"unknown --env-id {args.env_id}; did you mean: {close}?") from e
@@ -357,19 +357,15 @@ def summarize(episodes):
 
 
 def film(args, network, folder, name):
-    """Record the first evaluation episode as folder/name-episode-0.mp4: bits, the goal's bits, and which are wrong."""
-    task = {"n": args.n_bits, "terminate": args.terminate, "shaped": args.reward == "shaped"}
-    try:
-        env = gym.make(args.env_id, render_mode="rgb_array", **task)
+    """Record an episode as folder/name-episode-0.mp4: the state's bits, the goal's, and which are wrong."""
+
+    def record(env):
         with warnings.catch_warnings(action="ignore"):  # the folder may hold earlier films
-            env = gym.wrappers.RecordVideo(env, folder, lambda episode: True, name_prefix=name, disable_logger=True)
-        obs, _ = env.reset(seed=stream(args, EVALUATION))
-        device, ended = next(network.parameters()).device, False
-        while not ended:
-            state = (torch.from_numpy(obs[key]).to(device) for key in ("observation", "desired_goal"))
-            with torch.no_grad():
-                obs, _, terminated, truncated, _ = env.step(int(network(*state).argmax()))
-            ended = terminated or truncated
+            return gym.wrappers.RecordVideo(env, folder, lambda episode: True, name_prefix=name, disable_logger=True)
+
+    try:
+        env = make_envs(args, 1, "sync", render_mode="rgb_array", wrappers=[record])
+        play_episodes(env, network, stream(args, EVALUATION))
         env.close()
     except Exception as e:
         raise BadInput(f"--capture-video does not work here: {e}") from e

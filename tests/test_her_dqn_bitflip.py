@@ -246,6 +246,12 @@ def test_without_hindsight_20_bits_are_not_found(tmp_path):
     assert result["success_rate"] == 0.0
 
 
+@pytest.mark.slow
+def test_thirty_bits_are_solved(tmp_path):
+    result = run("--n-bits 30 --total-timesteps 160000 --eval-frequency 160000 --no-cuda", tmp_path)
+    assert result["success_rate"] >= 0.99
+
+
 def test_stopped_and_resumed_equals_never_stopped(straight, tmp_path):
     process = subprocess.Popen(command(SMALL, tmp_path), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     while not any("eval/" in file.read_text() for file in tmp_path.glob("*/eval.csv")):  # the first evaluation is done
