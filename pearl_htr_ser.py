@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
@@ -169,7 +170,7 @@ def mlp(in_dim, out_dim, hidden_size):
 class Agent(nn.Module):
     """Context encoder q(z | c), policy pi(a | s, z), two Q(s, a, z), V(s, z) and its target."""
 
-    def __init__(self, obs_dim, action_dim, action_scale, args):
+    def __init__(self, obs_dim, action_dim, args):
         super().__init__()
         h, z = args.hidden_size, args.latent_dim
         self.encoder = mlp(obs_dim + action_dim + 1, 2 * z, h)
@@ -177,7 +178,6 @@ class Agent(nn.Module):
         self.qf1, self.qf2 = mlp(obs_dim + action_dim + z, 1, h), mlp(obs_dim + action_dim + z, 1, h)
         self.vf = mlp(obs_dim + z, 1, h)
         self.vf_target = copy.deepcopy(self.vf).requires_grad_(False)
-        self.action_scale = action_scale
 
     def posterior(self, context):
         """Mean and variance of z, (tasks, z), from context rows (s, a, r), (tasks, rows, dim).
@@ -186,6 +186,11 @@ class Agent(nn.Module):
         """
         mean, raw_variance = self.encoder(context).chunk(2, -1)
         return product_of_gaussians(mean, F.softplus(raw_variance).clamp(min=1e-7))
+
+    def q_values(self, obs, action, z):
+        """Both Q of (..., dim) inputs, each (...)."""
+        x = torch.cat([obs, action, z], -1)
+        return self.qf1(x).squeeze(-1), self.qf2(x).squeeze(-1)
 
     def act(self, obs, z, deterministic=False, generator=None):
         """Actions in [-1, 1] and their log probability, mean and log deviation of the Gaussian inside the tanh."""
@@ -253,6 +258,16 @@ class ReplayBuffer:
     def draw_steps(self, shape, generator):
         return (random(shape, generator) * self.horizon).long()
 
+    def state_dict(self):
+        used = min(int(self.end.max()), self.capacity)
+        state = {"obs": self.obs[:, :used], "actions": self.actions[:, :used]}
+        return {"end": self.end, "context_start": self.context_start} | state
+
+    def load_state_dict(self, state):
+        for key, value in state.items():
+            array = getattr(self, key)
+            (array[:, : value.shape[1]] if value.ndim > 1 else array).copy_(value)
+
 
 def random(shape, generator):
     return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
@@ -307,7 +322,7 @@ def play_episodes(envs, agent, z, goals, seed, deterministic=False):
     while not over:
         with torch.no_grad():
             action = agent.act(observations[-1], z, deterministic, generator)[0]
-        obs, _, _, truncated, _ = envs.step(agent.action_scale * action.cpu().numpy())
+        obs, _, _, truncated, _ = envs.step(action.cpu().numpy() * envs.single_action_space.high)
         over = truncated.all()
         observations.append(torch.from_numpy(obs).to(device))
         actions.append(action)
@@ -400,7 +415,7 @@ def open_writer(args, run):
 
 
 # ---------------------------------------------------------------------------------------------------------- training
-TRAINING, EVALUATION, REPLAY, NOISE = range(4)  # each use of random numbers has streams of its own
+TRAINING, EVALUATION, REPLAY = range(3)  # each use of random numbers has streams of its own
 
 
 @dataclass
@@ -415,6 +430,7 @@ class Progress:
     updates: int = 0
     wall_s: float = 0.0
     train_s: float = 0.0  # without evaluations
+    rewarded: list = field(default_factory=list)  # whether each training task ever earned a reward
     metrics: dict = field(default_factory=dict)  # of the last evaluation
     eval_rows: list = field(default_factory=list)  # eval.csv
 
@@ -423,8 +439,8 @@ def stream(args, purpose, *numbers):
     return int(np.random.SeedSequence([args.seed, purpose, *numbers]).generate_state(1)[0])
 
 
-def collect(envs, agent, tasks, goals, episodes, prior_episodes, seeds, sparse_reward, deterministic=False):
-    """Episodes with each task, z from the prior in the first ones and then from the posterior of those before.
+def collect(envs, agent, goals, episodes, prior_episodes, seeds, sparse_reward, deterministic=False):
+    """Episodes with each goal's task, z from the prior in the first ones and then from the posterior of those before.
 
     Returns obs (tasks, episodes, T + 1, dim) and actions (tasks, episodes, T, dim) in [-1, 1].
     """
@@ -443,123 +459,303 @@ def collect(envs, agent, tasks, goals, episodes, prior_episodes, seeds, sparse_r
 
 
 def summarize(obs, actions, goals, goal_radius, sparse_reward):
-    """Success (the goal met at any step) and sparse return of each adaptation episode, averaged over tasks."""
-    success = ((obs[..., 1:, :2] - goals[:, None, None]).norm(dim=-1) < goal_radius).any(-1).float().mean(0)
-    returns = sparse_reward(obs[..., 1:, :], actions, goals[:, None, None]).sum(-1).mean(0)
-    return success.tolist(), returns.tolist()
+    """Metrics of adaptation, means over tasks: success, the goal met at any step, and sparse return of each episode."""
+    success = ((obs[..., 1:, :2] - goals[:, None, None]).norm(dim=-1) < goal_radius).any(-1).float().mean(0).tolist()
+    returns = sparse_reward(obs[..., 1:, :], actions, goals[:, None, None]).sum(-1).mean(0).tolist()
+    metrics = {"success_rate": success[-1], "episodic_return": returns[-1]}
+    metrics |= {f"success_rate_ep{i}": value for i, value in enumerate(success)}
+    return metrics | {f"return_ep{i}": value for i, value in enumerate(returns)}
+
+
+class Task:
+    """Sizes and rewards of the environment; actions in [-1, 1], (..., action_dim), goals (..., 2)."""
+
+    def __init__(self, args):
+        env = make_envs(args, 1)
+        self.obs_dim, self.action_dim = *env.single_observation_space.shape, *env.single_action_space.shape
+        self.action_scale = float(env.single_action_space.high[0])
+        self.goal_radius, self.horizon = env.goal_radius, env.horizon
+        rewards = {
+            kind: make_envs(dataclasses.replace(args, reward=kind), 1).compute_reward
+            for kind in ("sparse", args.reward)
+        }
+
+        def scaled(compute_reward):
+            return lambda next_obs, action, goal: compute_reward(next_obs, self.action_scale * action, goal)
+
+        self.reward, self.sparse_reward = scaled(rewards[args.reward]), scaled(rewards["sparse"])
+
+
+def adapt(envs, agent, task, args, goals):
+    """Meet each goal's task with an empty context, for `--eval-episodes` episodes of the policy without noise."""
+    seeds = [stream(args, EVALUATION, episode) for episode in range(args.eval_episodes)]
+    return collect(envs, agent, goals, args.eval_episodes, args.exploration_episodes, seeds, task.sparse_reward, True)
+
+
+def film(args, agent, task, goal, folder, name):
+    """Record the adaptation to one task, episode after episode, as folder/name-episode-0.mp4 and so on."""
+
+    def record(env):
+        with warnings.catch_warnings(action="ignore"):  # the folder may hold earlier films
+            return gym.wrappers.RecordVideo(env, folder, lambda episode: True, name_prefix=name, disable_logger=True)
+
+    try:
+        env = make_envs(args, 1, "sync", render_mode="rgb_array", wrappers=[record])
+        adapt(env, agent, task, args, goal[None])
+        env.close()
+    except Exception as e:
+        raise BadInput(f"--capture-video does not work here: {e}") from e
 
 
 def train(args, saved):
     """Train from the start or on from the content of a checkpoint; returns the exit status."""
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(args.num_threads)
-    torch.set_flush_denormal(True)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_flush_denormal(True)  # Adam's averages of units that died shrink for ever, and tiny numbers are slow
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic kernels need on a GPU
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.manual_seed(args.seed)
-    envs = make_envs(args, args.num_tasks_sample)
+    task, envs = Task(args), make_envs(args, args.num_tasks_sample)
     initial_envs, eval_envs = make_envs(args, args.num_train_tasks), make_envs(args, args.num_test_tasks)
-    task = make_envs(args, 1)
-    obs_dim, action_dim = *task.single_observation_space.shape, *task.single_action_space.shape
-    action_scale = float(task.single_action_space.high[0])
-    sparse_task = make_envs(dataclasses.replace(args, reward="sparse"), 1)
 
-    def reward(next_obs, action, goal):
-        return task.compute_reward(next_obs, action_scale * action, goal)
-
-    def sparse_reward(next_obs, action, goal):
-        return sparse_task.compute_reward(next_obs, action_scale * action, goal)
-
-    agent = Agent(obs_dim, action_dim, action_scale, args).to(device)
-    parameters = [p for p in agent.parameters() if p.requires_grad]
-    groups = {name: list(getattr(agent, name).parameters()) for name in ("encoder", "policy", "qf1", "qf2", "vf")}
-    critic = groups["encoder"] + groups["qf1"] + groups["qf2"]
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
-    capacity = max(args.buffer_size // task.horizon, args.prior_episodes + args.posterior_episodes)
-    rb = ReplayBuffer(args.num_train_tasks, capacity, task.horizon, obs_dim, action_dim, device)
+    # ALGO LOGIC: tasks, replay, networks, optimizer
     goals = torch.from_numpy(task_goals(TRAIN, args.num_train_tasks, args.goal_distance, args.seed)).to(device)
     test_goals = torch.from_numpy(task_goals(TEST, args.num_test_tasks, args.goal_distance, args.seed)).to(device)
-    rewarded = torch.zeros(args.num_train_tasks, dtype=torch.bool, device=device)
-    progress = Progress()
-    started = time.time()
+    cycle_episodes = args.prior_episodes + args.posterior_episodes
+    capacity = args.buffer_size // task.horizon
+    rb = ReplayBuffer(args.num_train_tasks, capacity, task.horizon, task.obs_dim, task.action_dim, device)
+    agent = Agent(task.obs_dim, task.action_dim, args).to(device)
+    groups = {name: list(getattr(agent, name).parameters()) for name in ("encoder", "qf1", "qf2", "vf", "policy")}
+    critic_parameters = groups["encoder"] + groups["qf1"] + groups["qf2"]
+    parameters, target_parameters = sum(groups.values(), []), list(agent.vf_target.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
+    modules = {"agent": agent, "optimizer": optimizer}
+    progress = Progress(rewarded=[False] * args.num_train_tasks)
+    if saved:
+        if "replay" not in saved:
+            raise BadInput(f"{args.resume} is a policy alone: --resume needs a checkpoint.pt")
+        load_modules(modules, saved)
+        rb.load_state_dict(saved["replay"])
+        progress = Progress(**saved["progress"])
+
+    run = new_run_folder(args)
+    writer = open_writer(args, run)
+    eval_file = open(f"{run}/eval.csv", "w", newline="")
+    eval_csv = csv.writer(eval_file)
+    eval_csv.writerow(["seed", "global_step", "metric", "value", "n_episodes", "wall_s"])
+    eval_csv.writerows(progress.eval_rows)
+    signals = []  # Ctrl-C or SIGTERM: end the iteration, save, stop; a second one stops at once
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _: (signals.append(signum), signal.signal(signum, signal.SIG_DFL)))
+    started = time.time() - progress.wall_s
 
     def store(tasks, obs, actions):
+        """Add episodes of these tasks to the replay buffer; returns the share of them that met their goal."""
         for episode in range(obs.shape[1]):
             rb.add(tasks, obs[:, episode], actions[:, episode])
-        met = (obs[:, :, 1:, :2] - goals[tasks, None, None]).norm(dim=-1) < task.goal_radius
-        rewarded[tasks] |= met.flatten(1).any(-1)
-        progress.global_step += actions[..., 0].numel()
-        return met.any(-1).float().mean().item()
+        met = ((obs[:, :, 1:, :2] - goals[tasks, None, None]).norm(dim=-1) < task.goal_radius).any(-1)
+        for i, rewarded in zip(tasks.tolist(), met.any(-1).tolist()):
+            progress.rewarded[i] |= rewarded
+        progress.global_step += actions.shape[:3].numel()
+        return met.float().mean().item()
 
     def evaluate_policy(step):
-        seeds = [stream(args, EVALUATION, episode) for episode in range(args.eval_episodes)]
-        played = collect(eval_envs, agent, None, test_goals, args.eval_episodes, args.exploration_episodes, seeds, sparse_reward, True)
-        success, returns = summarize(*played, test_goals, task.goal_radius, sparse_reward)
-        print(step, round(time.time()-started), "success", [round(x, 2) for x in success[::4]+success[-1:]], "return", [round(x,2) for x in returns[::4]+returns[-1:]], flush=True)
+        """Adapt to the test tasks. Their data train nothing."""
+        played = adapt(eval_envs, agent, task, args, test_goals)
+        progress.metrics = summarize(*played, test_goals, task.goal_radius, task.sparse_reward)
+        wall_s = round(time.time() - started, 3)
+        for key, value in progress.metrics.items():
+            progress.eval_rows.append([args.seed, step, f"eval/{key}", value, args.num_test_tasks, wall_s])
+            eval_csv.writerow(progress.eval_rows[-1])
+            writer.add_scalar(f"eval/{key}", value, step)
+        eval_file.flush()
+        if args.capture_video:
+            film(args, agent, task, test_goals[0], f"{run}/videos", f"step-{step}")
 
-    every = torch.arange(args.num_train_tasks, device=device)
-    seeds = [stream(args, TRAINING, 0, e) for e in range(args.initial_episodes)]
-    store(every, *collect(initial_envs, agent, every, goals, args.initial_episodes, args.initial_episodes, seeds, sparse_reward))
-    evaluate_policy(0)
-    last = 0
-    while progress.global_step < args.total_timesteps:
+    def policy_file():
+        content = {"format": FORMAT, "args": dataclasses.asdict(args), "global_step": progress.global_step}
+        return content | {"agent": agent.state_dict()}
+
+    if not progress.eval_rows:
+        evaluate_policy(0)
+    while progress.global_step < args.total_timesteps and not signals:
+        # ALGO LOGIC: collect, with z from the prior and then from the posterior (PEARL, Algorithm 1)
+        iteration_started, steps_before = time.time(), progress.global_step
+        if progress.iteration == 0:  # first, all tasks with z from the prior
+            tasks, n = torch.arange(args.num_train_tasks, device=device), args.initial_episodes
+            seeds = [stream(args, TRAINING, 0, episode) for episode in range(n)]
+            store(tasks, *collect(initial_envs, agent, goals, n, n, seeds, task.sparse_reward))
         progress.iteration += 1
         rng = np.random.default_rng([args.seed, TRAINING, progress.iteration])
         tasks = torch.from_numpy(rng.choice(args.num_train_tasks, args.num_tasks_sample, replace=False)).to(device)
         rb.context_start[tasks] = rb.end[tasks]
-        n = args.prior_episodes + args.posterior_episodes
-        seeds = [stream(args, TRAINING, progress.iteration, e) for e in range(n)]
-        train_success = store(tasks, *collect(envs, agent, tasks, goals[tasks], n, args.prior_episodes, seeds, sparse_reward))
+        seeds = [stream(args, TRAINING, progress.iteration, episode) for episode in range(cycle_episodes)]
+        played = collect(envs, agent, goals[tasks], cycle_episodes, args.prior_episodes, seeds, task.sparse_reward)
+        success = store(tasks, *played)
+        steps = progress.global_step - steps_before
 
+        # ALGO LOGIC: learn from minibatches, some slots of them with a hindsight task
         generator = torch.Generator(device).manual_seed(stream(args, REPLAY, progress.iteration))
-        distances, real_reward, hindsight_reward = [], [], []
+        k = args.relabel_prob
+        if args.relabel_anneal:
+            k *= max(0.0, 1 - progress.global_step / args.relabel_anneal)
+        rewarded = torch.tensor(progress.rewarded, device=device)
+        sums = dict.fromkeys(("distance", "hindsight_reward", "hindsight", "real_reward", "real"), 0.0)
         for _ in range(args.gradient_steps):
-            slots = (random((args.meta_batch_size,), generator) * args.num_train_tasks).long()
-            k = args.relabel_prob
-            if args.relabel_anneal:
-                k *= max(0, 1 - progress.global_step / args.relabel_anneal)
-            draw = random((args.meta_batch_size if args.relabel_per == "slot" else 1,), generator)
-            relabel = (draw < k).expand(args.meta_batch_size)
+            tasks = (random((args.meta_batch_size,), generator) * args.num_train_tasks).long()
+            draws = random((args.meta_batch_size if args.relabel_per == "slot" else 1,), generator)
+            relabel = (draws < k).expand(args.meta_batch_size)
             if args.relabel_unrewarded:
-                relabel = relabel & ~rewarded[slots]
-            context, batch = sample(rb, slots, goals[slots], relabel, args, generator)
+                relabel = relabel & ~rewarded[tasks]
+            context, (obs, action, next_obs, goal) = sample(rb, tasks, goals[tasks], relabel, args, generator)
 
-            mean, variance = agent.posterior(context_rows(*context, sparse_reward))
+            mean, variance = agent.posterior(context_rows(*context, task.sparse_reward))
             z = mean + variance.sqrt() * torch.randn(mean.shape, generator=generator, device=device)
-            kl = kl_to_prior(mean, variance)
-            obs, action, next_obs, goal = batch
-            z_rows = z[:, None].expand(-1, args.batch_size, -1)
-            z_fixed = z_rows.detach()
-            rewards = reward(next_obs, action, goal)
-            with torch.no_grad():
+            z = z[:, None].expand(-1, args.batch_size, -1)
+            z_fixed = z.detach()  # the encoder learns from the Q losses and the KL term alone
+            reward = task.reward(next_obs, action, goal)
+            with torch.no_grad():  # the end of an episode is a time limit: every target bootstraps
                 next_v = agent.vf_target(torch.cat([next_obs, z_fixed], -1)).squeeze(-1)
-                q_target = args.reward_scale * rewards + args.gamma * next_v
-            q_input = torch.cat([obs, action, z_rows], -1)
-            qf_loss = sum(F.mse_loss(qf(q_input).squeeze(-1), q_target) for qf in (agent.qf1, agent.qf2))
-            grads = torch.autograd.grad(qf_loss + args.kl_lambda * kl, critic)
+                q_target = args.reward_scale * reward + args.gamma * next_v
+            qf1, qf2 = agent.q_values(obs, action, z)
+            qf_loss = F.mse_loss(qf1, q_target) + F.mse_loss(qf2, q_target)
+            kl_loss = kl_to_prior(mean, variance)
+            gradients = torch.autograd.grad(qf_loss + args.kl_lambda * kl_loss, critic_parameters)
 
-            new_action, log_prob, pi_mean, log_std = agent.act(obs, z_fixed, generator=generator)
-            new_input = torch.cat([obs, new_action, z_fixed], -1)
-            min_q = torch.min(agent.qf1(new_input), agent.qf2(new_input)).squeeze(-1)
-            v = agent.vf(torch.cat([obs, z_fixed], -1)).squeeze(-1)
-            vf_loss = F.mse_loss(v, (min_q - log_prob).detach())
-            policy_loss = (log_prob - min_q).mean() + 1e-3 * (pi_mean.square().mean() + log_std.square().mean())
-            grads += torch.autograd.grad(vf_loss, groups["vf"]) + torch.autograd.grad(policy_loss, groups["policy"])
-            for parameter, gradient in zip(critic + groups["vf"] + groups["policy"], grads):
+            new_action, log_prob, action_mean, log_std = agent.act(obs, z_fixed, generator=generator)
+            min_q = torch.min(*agent.q_values(obs, new_action, z_fixed))
+            vf = agent.vf(torch.cat([obs, z_fixed], -1)).squeeze(-1)
+            vf_loss = F.mse_loss(vf, (min_q - log_prob).detach())
+            gradients += torch.autograd.grad(vf_loss, groups["vf"])
+            policy_loss = (log_prob - min_q).mean() + 1e-3 * (action_mean.square().mean() + log_std.square().mean())
+            gradients += torch.autograd.grad(policy_loss, groups["policy"])
+            for parameter, gradient in zip(parameters, gradients):
                 parameter.grad = gradient
             optimizer.step()
             with torch.no_grad():
-                torch._foreach_lerp_(list(agent.vf_target.parameters()), groups["vf"], args.tau)
+                torch._foreach_lerp_(target_parameters, groups["vf"], args.tau)
             progress.updates += 1
-            if relabel.any():
-                distances.append(goal[relabel].norm(dim=-1).mean().item()); hindsight_reward.append(rewards[relabel].mean().item())
-            if not relabel.all():
-                real_reward.append(rewards[~relabel].mean().item())
-        print(progress.iteration, progress.global_step, progress.updates, f"t {time.time()-started:.0f} train success {train_success:.3f} dist {np.mean(distances or [0]):.2f} real r {np.mean(real_reward):.4f} hind r {np.mean(hindsight_reward or [0]):.4f} kl {kl.item():.2f} qf {qf_loss.item():.2f} logp {log_prob.mean().item():.2f}", flush=True)
-        if progress.global_step // args.eval_frequency > last:
-            last = progress.global_step // args.eval_frequency
-            evaluate_policy(progress.global_step)
+
+            slot_reward, slot_distance = reward.mean(-1), goal.norm(dim=-1).mean(-1)
+            sums["distance"] += slot_distance[relabel].sum().item()
+            sums["hindsight_reward"] += slot_reward[relabel].sum().item()
+            sums["real_reward"] += slot_reward[~relabel].sum().item()
+            sums["hindsight"] += relabel.sum().item()
+            sums["real"] += (~relabel).sum().item()
+
+        # Record: TensorBoard, evaluation, checkpoint, terminal
+        if not math.isfinite(qf_loss.item() + policy_loss.item()):
+            raise RunFailed(f"a loss is not a number at step {progress.global_step}; lower --learning-rate")
+        progress.train_s += time.time() - iteration_started
+        sps = progress.global_step / progress.train_s
+        scalars = {"charts/success_rate": success, "charts/SPS": sps}
+        scalars |= {"charts/updates_per_second": progress.updates / progress.train_s}
+        scalars["charts/relabel_fraction"] = sums["hindsight"] / (sums["hindsight"] + sums["real"])
+        if sums["hindsight"]:
+            scalars["charts/hindsight_task_distance"] = sums["distance"] / sums["hindsight"]
+            scalars["charts/hindsight_reward"] = sums["hindsight_reward"] / sums["hindsight"]
+        if sums["real"]:
+            scalars["charts/real_reward"] = sums["real_reward"] / sums["real"]
+        scalars |= {"losses/qf_loss": qf_loss.item(), "losses/vf_loss": vf_loss.item()}
+        scalars |= {"losses/policy_loss": policy_loss.item(), "losses/kl_loss": kl_loss.item()}
+        scalars |= {"losses/qf1_values": qf1.mean().item(), "losses/entropy": -log_prob.mean().item()}
+        for key, value in scalars.items():
+            writer.add_scalar(key, value, progress.global_step)
+        done = progress.global_step >= args.total_timesteps
+        grid_step = progress.global_step - progress.global_step % args.eval_frequency
+        if done or grid_step > steps_before:
+            evaluate_policy(args.total_timesteps if done else grid_step)
+        if sys.stderr.isatty() and not args.quiet:
+            left = max(0, args.total_timesteps - progress.global_step) / sps / 60
+            line = f"step {progress.global_step} of {args.total_timesteps}, {sps:.0f} steps/s, {left:.0f} min left"
+            end = "\n" if done or signals else ""
+            print(f"\r{line}, success {progress.metrics['success_rate']:.2f} ", end=end, file=sys.stderr)
+        crossed = args.checkpoint_frequency and progress.global_step % args.checkpoint_frequency < steps
+        if done or signals or crossed:
+            progress.wall_s = time.time() - started
+            content = policy_file() | {"progress": dataclasses.asdict(progress), "replay": rb.state_dict()}
+            save(f"{run}/checkpoint.pt", content | {name: module.state_dict() for name, module in modules.items()})
+
+    if args.save_model:
+        save(f"{run}/model.pt", policy_file())
+    report(run, args, progress.global_step, time.time() - started, sps, progress.metrics)
+    writer.close()
+    return 130 if signals else 0
+
+
+def report(run, args, global_step, wall_s, sps, metrics):
+    """The last line on standard output, for programs; people read what is on standard error."""
+    line = {"run": run, "env_id": args.env_id, "seed": args.seed, "global_step": global_step}
+    line |= {"wall_s": round(wall_s, 3), "sps": round(sps, 1)}
+    line |= {key: metrics[key] for key in ("success_rate", "episodic_return")} | {"n_episodes": args.num_test_tasks}
+    for name in ("success_rate", "return"):
+        line[f"{name}_by_episode"] = [metrics[f"{name}_ep{i}"] for i in range(args.eval_episodes)]
+    print(json.dumps(line), flush=True)
+
+
+def evaluate(args, saved):
+    """Adapt a saved agent to the test tasks and print the last episode's success with Wilson's 95% interval."""
+    started = time.time()
+    task = Task(args)
+    agent = Agent(task.obs_dim, task.action_dim, args)
+    load_modules({"agent": agent}, saved)
+    goals = torch.from_numpy(task_goals(TEST, args.num_test_tasks, args.goal_distance, args.seed))
+    obs, actions = adapt(make_envs(args, args.num_test_tasks), agent, task, args, goals)
+    metrics = summarize(obs, actions, goals, task.goal_radius, task.sparse_reward)
+    n, p, z2 = args.num_test_tasks, metrics["success_rate"], 1.959964**2
+    middle, half = (p + z2 / 2 / n) / (1 + z2 / n), math.sqrt(z2 * (p * (1 - p) / n + z2 / 4 / n**2)) / (1 + z2 / n)
+    print(f"success {p:.3f}, 95% interval [{middle - half:.3f}, {middle + half:.3f}], {n} tasks", file=sys.stderr)
+    if args.capture_video:
+        film(args, agent, task, goals[0], f"{new_run_folder(args)}/videos", "evaluate")
+    wall_s = time.time() - started
+    report(args.evaluate, args, saved["global_step"], wall_s, actions.shape[:3].numel() / wall_s, metrics)
+    return 0
+
+
+def check(args):
+    """Refuse what cannot work before anything is written."""
+    counts = "num_threads total_timesteps eval_frequency eval_episodes num_train_tasks num_test_tasks num_tasks_sample"
+    counts += " initial_episodes prior_episodes gradient_steps buffer_size meta_batch_size batch_size context_size"
+    counts += " latent_dim hidden_size exploration_episodes"
+    amounts = "seed checkpoint_frequency posterior_episodes relabel_anneal learning_rate reward_scale kl_lambda"
+    amounts += " goal_distance"
+    for names, low, high in ((counts, 1, math.inf), (amounts, 0, math.inf), ("relabel_prob gamma tau", 0, 1)):
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:
+                bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise BadInput(f"--{name.replace('_', '-')} must be {bounds}, not {getattr(args, name)}")
+    if args.num_tasks_sample > args.num_train_tasks:
+        raise BadInput(
+            f"--num-tasks-sample {args.num_tasks_sample} is more than --num-train-tasks {args.num_train_tasks}"
+        )
+    episodes, horizon = args.prior_episodes + args.posterior_episodes, Task(args).horizon
+    if args.buffer_size < max(episodes, args.initial_episodes) * horizon:
+        raise BadInput(
+            f"--buffer-size {args.buffer_size} does not hold an iteration of {episodes} episodes of {horizon} steps"
+        )
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise BadInput("--track needs Weights & Biases: pip install wandb")
+
+
+def main():
+    try:
+        args = tyro.cli(Args, description=__doc__)
+        if args.resume and args.evaluate:
+            raise BadInput("--resume continues a training, --evaluate plays a network: give one of them")
+        saved = None
+        if path := args.resume or args.evaluate:
+            saved = load(path)
+            args = tyro.cli(Args, description=__doc__, default=saved["args"])
+        check(args)
+        status = evaluate(args, saved) if args.evaluate else train(args, saved)
+    except BadInput as e:
+        print(f"error: {e}", file=sys.stderr)
+        status = 2
+    except (RunFailed, OSError) as e:
+        print(f"failed: {e}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, description=__doc__), None)
+    main()
