@@ -218,6 +218,11 @@ def kl_to_prior(mean, variance):
     return 0.5 * (variance + mean.square() - 1 - variance.log()).sum()
 
 
+def td_target(reward, next_v, reward_scale, gamma):
+    """Target of Q; the end of an episode is a time limit, so that every target bootstraps."""
+    return reward_scale * reward + gamma * next_v
+
+
 # ALGO LOGIC: replay and hindsight ------------------------------------------------------------------------------------
 class ReplayBuffer:
     """The episodes of all tasks, on the device of training; rewards are computed when transitions are sampled.
@@ -614,9 +619,9 @@ def train(args, saved):
             z = z[:, None].expand(-1, args.batch_size, -1)
             z_fixed = z.detach()  # the encoder learns from the Q losses and the KL term alone
             reward = task.reward(next_obs, action, goal)
-            with torch.no_grad():  # the end of an episode is a time limit: every target bootstraps
+            with torch.no_grad():
                 next_v = agent.vf_target(torch.cat([next_obs, z_fixed], -1)).squeeze(-1)
-                q_target = args.reward_scale * reward + args.gamma * next_v
+                q_target = td_target(reward, next_v, args.reward_scale, args.gamma)
             qf1, qf2 = agent.q_values(obs, action, z)
             qf_loss = F.mse_loss(qf1, q_target) + F.mse_loss(qf2, q_target)
             kl_loss = kl_to_prior(mean, variance)
