@@ -597,6 +597,7 @@ def train(args, saved):
         seeds = [stream(args, TRAINING, progress.iteration, episode) for episode in range(cycle_episodes)]
         played = collect(envs, agent, goals[tasks], cycle_episodes, args.prior_episodes, seeds, task.sparse_reward)
         success = store(tasks, *played)
+        rewards = task.sparse_reward(played[0][:, :, 1:], played[1], goals[tasks, None, None])
         steps = progress.global_step - steps_before
 
         # ALGO LOGIC: learn from minibatches, some slots of them with a hindsight task
@@ -653,7 +654,8 @@ def train(args, saved):
             raise RunFailed(f"a loss is not a number at step {progress.global_step}; lower --learning-rate")
         progress.train_s += time.time() - iteration_started
         sps = progress.global_step / progress.train_s
-        scalars = {"charts/success_rate": success, "charts/SPS": sps}
+        scalars = {"charts/success_rate": success, "charts/episodic_return": rewards.sum(-1).mean().item()}
+        scalars["charts/SPS"] = sps
         scalars |= {"charts/updates_per_second": progress.updates / progress.train_s}
         scalars["charts/relabel_fraction"] = sums["hindsight"] / (sums["hindsight"] + sums["real"])
         if sums["hindsight"]:
