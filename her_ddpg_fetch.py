@@ -812,6 +812,7 @@ def train(args, saved):
     if rank == 0:
         if args.save_model:
             save(f"{run}/model.pt", policy_file())
+        sps = progress.global_step / max(progress.train_s, 1e-9)  # a run resumed at its end plays no cycle
         report(run, args, progress.global_step, time.time() - started, sps, progress.metrics)
         writer.close()
     return 130 if stop else 0
