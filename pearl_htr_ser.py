@@ -98,8 +98,8 @@ class Args:
     """episodes of an iteration with z from the prior (PEARL: 100 steps)"""
     posterior_episodes: int = 15
     """episodes of an iteration with z from the posterior of the iteration's episodes so far (PEARL: 900 steps)"""
-    exploration_episodes: int = 1
-    """adaptation episodes of a test with z from the prior, before the posterior takes over"""
+    exploration_episodes: int = 5
+    """adaptation episodes of a test with z from the prior, before the posterior takes over (PEARL: 5)"""
     gradient_steps: int = 200
     """updates of an iteration (PEARL: 1000)"""
     buffer_size: int = 20_000
@@ -109,7 +109,7 @@ class Args:
     batch_size: int = 128
     """transitions of a task in an update's RL batch (PEARL: 256)"""
     context_size: int = 128
-    """transitions of a task in an update's context (PEARL: 1024)"""
+    """transitions in a context, of an update and of a test (PEARL, in training: 1024)"""
     relabel_prob: float = 0.3
     """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5); 0: plain PEARL"""
     relabel_per: Literal["slot", "update"] = "slot"
@@ -334,11 +334,16 @@ def play_episodes(envs, agent, z, goals, seed, deterministic=False):
     return torch.stack(observations, 1), torch.stack(actions, 1)
 
 
-def infer(agent, obs, actions, goals, sparse_reward, generator):
-    """A sample of z from the posterior of whole episodes, obs (tasks, episodes, T + 1, dim); (tasks, latent)."""
-    rows = context_rows(obs[:, :, :-1], actions, obs[:, :, 1:], goals[:, None, None], sparse_reward)
+def infer(agent, obs, actions, goals, sparse_reward, context_size, generator):
+    """A sample of z, (tasks, latent), from the posterior of episodes, obs (tasks, episodes, T + 1, dim).
+
+    Its context is `context_size` random transitions, as in training: the width of a product of Gaussians depends on
+    their number.
+    """
+    rows = context_rows(obs[:, :, :-1], actions, obs[:, :, 1:], goals[:, None, None], sparse_reward).flatten(1, 2)
+    index = (random((len(rows), context_size), generator) * rows.shape[1]).long()
     with torch.no_grad():
-        mean, variance = agent.posterior(rows.flatten(1, 2))
+        mean, variance = agent.posterior(rows[torch.arange(len(rows), device=rows.device)[:, None], index])
     return mean + variance.sqrt() * torch.randn(mean.shape, generator=generator, device=mean.device)
 
 
@@ -444,19 +449,20 @@ def stream(args, purpose, *numbers):
     return int(np.random.SeedSequence([args.seed, purpose, *numbers]).generate_state(1)[0])
 
 
-def collect(envs, agent, goals, episodes, prior_episodes, seeds, sparse_reward, deterministic=False):
+def collect(envs, agent, task, args, goals, prior_episodes, seeds, deterministic=False):
     """Episodes with each goal's task, z from the prior in the first ones and then from the posterior of those before.
 
-    Returns obs (tasks, episodes, T + 1, dim) and actions (tasks, episodes, T, dim) in [-1, 1].
+    One episode for each of `seeds`. Returns obs (tasks, episodes, T + 1, dim) and actions (tasks, episodes, T, dim) in [-1, 1].
     """
-    device, latent_dim = goals.device, agent.encoder[-1].out_features // 2
+    device = goals.device
     obs, actions = [], []
-    for episode, seed in zip(range(episodes), seeds):
+    for episode, seed in enumerate(seeds):
         generator = torch.Generator(device).manual_seed(seed)
         if episode < prior_episodes:
-            z = torch.randn((len(goals), latent_dim), generator=generator, device=device)
+            z = torch.randn((len(goals), args.latent_dim), generator=generator, device=device)
         else:
-            z = infer(agent, torch.stack(obs, 1), torch.stack(actions, 1), goals, sparse_reward, generator)
+            played = torch.stack(obs, 1), torch.stack(actions, 1)
+            z = infer(agent, *played, goals, task.sparse_reward, args.context_size, generator)
         played = play_episodes(envs, agent, z, goals, seed, deterministic)
         obs.append(played[0])
         actions.append(played[1])
@@ -494,7 +500,7 @@ class Task:
 def adapt(envs, agent, task, args, goals):
     """Meet each goal's task with an empty context, for `--eval-episodes` episodes of the policy without noise."""
     seeds = [stream(args, EVALUATION, episode) for episode in range(args.eval_episodes)]
-    return collect(envs, agent, goals, args.eval_episodes, args.exploration_episodes, seeds, task.sparse_reward, True)
+    return collect(envs, agent, task, args, goals, args.exploration_episodes, seeds, deterministic=True)
 
 
 def film(args, agent, task, goal, folder, name):
@@ -589,13 +595,13 @@ def train(args, saved):
         if progress.iteration == 0:  # first, all tasks with z from the prior
             tasks, n = torch.arange(args.num_train_tasks, device=device), args.initial_episodes
             seeds = [stream(args, TRAINING, 0, episode) for episode in range(n)]
-            store(tasks, *collect(initial_envs, agent, goals, n, n, seeds, task.sparse_reward))
+            store(tasks, *collect(initial_envs, agent, task, args, goals, n, seeds))
         progress.iteration += 1
         rng = np.random.default_rng([args.seed, TRAINING, progress.iteration])
         tasks = torch.from_numpy(rng.choice(args.num_train_tasks, args.num_tasks_sample, replace=False)).to(device)
         rb.context_start[tasks] = rb.end[tasks]
         seeds = [stream(args, TRAINING, progress.iteration, episode) for episode in range(cycle_episodes)]
-        played = collect(envs, agent, goals[tasks], cycle_episodes, args.prior_episodes, seeds, task.sparse_reward)
+        played = collect(envs, agent, task, args, goals[tasks], args.prior_episodes, seeds)
         success = store(tasks, *played)
         rewards = task.sparse_reward(played[0][:, :, 1:], played[1], goals[tasks, None, None])
         steps = progress.global_step - steps_before
