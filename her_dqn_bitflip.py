@@ -30,7 +30,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import tyro
 
 from envs import bit_flip  # noqa: F401  registers BitFlip-v0
@@ -138,8 +137,11 @@ class QNetwork(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2 * n_bits, hidden_size), nn.ReLU(), nn.Linear(hidden_size, n_bits))
 
+    def inputs(self, observation, desired_goal):
+        return torch.cat([observation, desired_goal], -1).float() * 2 - 1  # 0 and 1 as -1 and 1
+
     def forward(self, observation, desired_goal):
-        return self.layers(torch.cat([observation, desired_goal], -1).float() * 2 - 1)  # 0 and 1 as -1 and 1
+        return self.layers(self.inputs(observation, desired_goal))
 
 
 def td_target(reward, terminated, next_q, gamma, lowest_reward):
@@ -148,6 +150,25 @@ def td_target(reward, terminated, next_q, gamma, lowest_reward):
     The last step before the time limit bootstraps like any other; only a termination does not.
     """
     return (reward + gamma * (1 - terminated) * next_q).clamp(lowest_reward / (1 - gamma), 0)
+
+
+@torch.no_grad()
+def td_loss(network, inputs, action, target):
+    """Mean of (Q(s, g, a) - target)^2, its gradients in the order of `network.parameters()`, and Q(s, g, a), (batch,).
+
+    The gradients are written out because each row has an error at one action alone, where autograd goes through the
+    outputs of all n: a third to a half of the time of an update.
+    """
+    first, _, last = network.layers
+    hidden = first(inputs).relu_()
+    weight = last.weight.index_select(0, action)  # of the action taken, (batch, hidden_size)
+    q_values = (hidden * weight).sum(-1) + last.bias[action]
+    error = q_values - target
+    dq = (2 / len(error)) * error
+    d_weight = torch.zeros_like(last.weight).index_add_(0, action, dq[:, None] * hidden)
+    d_bias = torch.zeros_like(last.bias).index_add_(0, action, dq)
+    d_hidden = dq[:, None] * weight * hidden.sign()  # the ReLU's derivative is 1 where it lets through, else 0
+    return error.square().mean(), [d_hidden.T @ inputs, d_hidden.sum(0), d_weight, d_bias], q_values
 
 
 def play_episodes(envs, network, seed, epsilon=0.0):
@@ -441,18 +462,19 @@ def train(args, saved):
         outcome = batch["next_observation"], batch["desired_goal"], {}  # the state after the step (Algorithm 1)
         batch["reward"] = envs.compute_reward(*outcome)
         batch["terminated"] = envs.compute_terminated(*outcome).astype(np.float32)
-        data = {key: torch.from_numpy(value).to(device).split(args.batch_size) for key, value in batch.items()}
+        data = {key: torch.from_numpy(value).to(device) for key, value in batch.items()}
+        inputs = q_network.inputs(data["observation"], data["desired_goal"])
+        next_inputs = q_network.inputs(data["next_observation"], data["desired_goal"])
 
         # ALGO LOGIC: learn
-        for i in range(args.gradient_steps):
-            obs, next_obs, goal = (data[key][i] for key in ("observation", "next_observation", "desired_goal"))
+        columns = inputs, data["action"], data["reward"], next_inputs, data["terminated"]
+        for x, action, reward, next_x, terminated in zip(*(column.split(args.batch_size) for column in columns)):
             with torch.no_grad():
-                next_q = target_network(next_obs, goal).amax(-1)
-                target = td_target(data["reward"][i], data["terminated"][i], next_q, args.gamma, lowest_reward)
-            q_values = q_network(obs, goal).gather(-1, data["action"][i][:, None]).squeeze(-1)
-            loss = F.mse_loss(q_values, target)
-            optimizer.zero_grad()
-            loss.backward()
+                next_q = target_network.layers(next_x).amax(-1)
+            target = td_target(reward, terminated, next_q, args.gamma, lowest_reward)
+            loss, gradients, q_values = td_loss(q_network, x, action, target)
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient
             optimizer.step()
             progress.updates += 1
             if progress.updates % args.target_network_frequency == 0:

@@ -124,6 +124,24 @@ def test_the_network_sees_bits_as_minus_1_and_1():
     torch.testing.assert_close(network(torch.from_numpy(bits("01")), torch.from_numpy(bits("10"))), expected)
 
 
+def test_loss_and_gradients_by_hand_and_against_autograd():
+    network = dqn.QNetwork(1, 1)
+    for parameter, value in zip(network.parameters(), ([[1.0, 2.0]], [0.5], [[3.0]], [-1.0])):
+        parameter.data = torch.tensor(value)
+    x, action = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.tensor([0, 0])  # hidden 3.5 and 0: Q 9.5 and -1
+    loss, gradients, q_values = dqn.td_loss(network, x, action, torch.tensor([9.0, -2.0]))  # errors 0.5 and 1
+    assert (loss.item(), q_values.tolist()) == (0.625, [9.5, -1.0])
+    assert [g.tolist() for g in gradients] == [[[1.5, 1.5]], [1.5], [[1.75]], [1.5]]
+
+    torch.manual_seed(1)
+    network, x, action = dqn.QNetwork(5, 16), torch.randn(64, 10), torch.randint(5, (64,))
+    target = torch.randn(64)
+    expected = torch.nn.functional.mse_loss(network.layers(x)[torch.arange(64), action], target)
+    loss, gradients, _ = dqn.td_loss(network, x, action, target)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients, list(torch.autograd.grad(expected, list(network.parameters()))))
+
+
 class FlipFirstWrong(torch.nn.Module):
     """The optimal policy, as a network: the value of a bit is 1 if it is wrong."""
 
