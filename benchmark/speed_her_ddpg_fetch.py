@@ -2,23 +2,16 @@
 
 Both train on FetchPush-v4 with the network, minibatch and updates of Appendix A (3 x 64, 128, one update for 20 steps),
 in turn, several times, so that a machine that slows down slows down both. Stable-Baselines3 is first tried with each
-number of environments, and its fastest goes on.
-
-    pip install -r benchmark/requirements.txt
-    python benchmark/speed_her_ddpg_fetch.py
+number of environments, and its fastest goes on: `python benchmark/speed.py --only fetch`.
 """
 
 import csv
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import tyro
 
 SCRIPT = Path(__file__).resolve().parents[1] / "her_ddpg_fetch.py"
 
@@ -27,8 +20,6 @@ SCRIPT = Path(__file__).resolve().parents[1] / "her_ddpg_fetch.py"
 class Args:
     steps: int = 8_000
     """environment steps of a measurement, a multiple of 800; what comes before is not counted"""
-    repeats: int = 3
-    """measurements of each"""
     num_workers: int = 2
     """processes of her_ddpg_fetch.py that step environments; as many as cores is fastest at these settings"""
     sb3_envs: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -50,7 +41,7 @@ def ours(args):
 
 def sb3(args, num_envs):
     """Stable-Baselines3 in a process of its own, from after its first update to the end."""
-    command = [sys.executable, __file__, "--sb3", str(num_envs), str(args.steps)]
+    command = [sys.executable, __file__, str(num_envs), str(args.steps)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
@@ -95,22 +86,5 @@ def train_sb3(num_envs, steps):
     print((model.num_timesteps - clock.first) / (time.time() - clock.started))
 
 
-def main():
-    if sys.argv[1:2] == ["--sb3"]:
-        return train_sb3(int(sys.argv[2]), int(sys.argv[3]))
-    args = tyro.cli(Args, description=__doc__)
-    print(f"cores {os.cpu_count()}, load {os.getloadavg()[0]:.1f}; environment steps a second")
-    tried = {num_envs: sb3(args, num_envs) for num_envs in args.sb3_envs}
-    print("Stable-Baselines3 by number of environments:", {n: round(sps) for n, sps in tried.items()})
-    fastest = max(tried, key=tried.get)
-    ratios = []
-    for i in range(args.repeats):
-        a, b = ours(args), sb3(args, fastest)
-        ratios.append(a / b)
-        said = f"{i + 1}: her_ddpg_fetch.py {a:.0f}, Stable-Baselines3 with {fastest} {b:.0f}, ratio {a / b:.2f}"
-        print(said, flush=True)
-    print(f"median ratio {statistics.median(ratios):.2f}")
-
-
 if __name__ == "__main__":
-    main()
+    train_sb3(*map(int, sys.argv[1:]))

@@ -2,23 +2,17 @@
 
 Both play the same task, n bits and episodes of n steps, with the network, minibatch and updates of Appendix A (256
 units, 128, 40 updates for 16 episodes), in turn, several times, so that a machine that slows down slows down both.
-Stable-Baselines3 is first tried with each number of environments, and its fastest goes on.
-
-    pip install -r benchmark/requirements.txt
-    python benchmark/speed_her_dqn_bitflip.py
+Stable-Baselines3 is first tried with each number of environments, and its fastest goes on: `python benchmark/speed.py
+--only bitflip`.
 """
 
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "her_dqn_bitflip.py"
@@ -30,8 +24,6 @@ class Args:
     """bits, and steps of an episode; a multiple of 5"""
     steps: int = 12_000
     """environment steps of a measurement of Stable-Baselines3; ours takes four times as many"""
-    repeats: int = 3
-    """measurements of each"""
     sb3_envs: tuple[int, ...] = (1, 4, 16)
     """numbers of environments to try Stable-Baselines3 with, all in its own process: they are too quick for others"""
 
@@ -48,7 +40,7 @@ def ours(args):
 
 def sb3(args, num_envs):
     """Stable-Baselines3 in a process of its own, from its first update to the end."""
-    command = [sys.executable, __file__, "--sb3", str(num_envs), str(args.n_bits), str(args.steps)]
+    command = [sys.executable, __file__, str(num_envs), str(args.n_bits), str(args.steps)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
@@ -93,22 +85,5 @@ def train_sb3(num_envs, n_bits, steps):
     print((model.num_timesteps - clock.first) / (time.time() - clock.started))
 
 
-def main():
-    if sys.argv[1:2] == ["--sb3"]:
-        return train_sb3(*map(int, sys.argv[2:]))
-    args = tyro.cli(Args, description=__doc__)
-    print(f"{args.n_bits} bits, cores {os.cpu_count()}, load {os.getloadavg()[0]:.1f}; environment steps a second")
-    tried = {num_envs: sb3(args, num_envs) for num_envs in args.sb3_envs}
-    print("Stable-Baselines3 by number of environments:", {n: round(sps) for n, sps in tried.items()})
-    fastest = max(tried, key=tried.get)
-    ratios = []
-    for i in range(args.repeats):
-        a, b = ours(args), sb3(args, fastest)
-        ratios.append(a / b)
-        said = f"{i + 1}: her_dqn_bitflip.py {a:.0f}, Stable-Baselines3 with {fastest} {b:.0f}, ratio {a / b:.2f}"
-        print(said, flush=True)
-    print(f"median ratio {statistics.median(ratios):.2f}")
-
-
 if __name__ == "__main__":
-    main()
+    train_sb3(*map(int, sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""Environment steps a second, training included, of the HER scripts against Stable-Baselines3 at equal settings.
+
+    pip install -r benchmark/requirements.txt
+    python benchmark/speed.py
+    python benchmark/speed.py --only bitflip --bitflip.n-bits 50 --bitflip.steps 8000
+
+What is equal is said in speed_her_dqn_bitflip.py and speed_her_ddpg_fetch.py. Both sides run in turn, so that a machine
+that slows down slows down both; nothing else should run beside them.
+"""
+
+import os
+import statistics
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+import speed_her_ddpg_fetch
+import speed_her_dqn_bitflip
+from experiments import Refused, command_line
+
+
+@dataclass
+class Args:
+    only: Optional[Literal["bitflip", "fetch"]] = None
+    """one of the two; None: both"""
+    repeats: int = 3
+    """measurements of each side"""
+    bitflip: speed_her_dqn_bitflip.Args = field(default_factory=speed_her_dqn_bitflip.Args)
+    fetch: speed_her_ddpg_fetch.Args = field(default_factory=speed_her_ddpg_fetch.Args)
+
+
+def measure(name, ours, sb3, args, repeats):
+    """Print the ratio of each repeat and their median.
+
+    `ours(args)` and `sb3(args, num_envs)` give environment steps a second; the latter is tried with each of
+    `args.sb3_envs` environments first, and its fastest goes on.
+    """
+    print(f"{name}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; environment steps a second", flush=True)
+    tried = {num_envs: sb3(args, num_envs) for num_envs in args.sb3_envs}
+    print("Stable-Baselines3 by number of environments:", {n: round(sps) for n, sps in tried.items()}, flush=True)
+    fastest = max(tried, key=tried.get)
+    ratios = []
+    for i in range(repeats):
+        a, b = ours(args), sb3(args, fastest)
+        ratios.append(a / b)
+        said = f"{i + 1}: {name} {a:.0f}, Stable-Baselines3 with {fastest} {b:.0f}, ratio {a / b:.2f}"
+        print(said, flush=True)
+    print(f"{name}: median ratio {statistics.median(ratios):.2f}", flush=True)
+
+
+def main(args: Args):
+    if args.repeats < 1:
+        raise Refused(f"--repeats must be at least 1, not {args.repeats}")
+    for name, module in (("bitflip", speed_her_dqn_bitflip), ("fetch", speed_her_ddpg_fetch)):
+        if args.only in (None, name):
+            measure(module.SCRIPT.name, module.ours, module.sb3, getattr(args, name), args.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    command_line(main, __doc__)
