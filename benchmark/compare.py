@@ -128,9 +128,11 @@ def compare(name, variants, candidate, args):
 
 def list_stale(args):
     """Print the variants whose stored curves are stale, and why. Returns the exit status."""
+    if args.only and not args.experiment:
+        raise Refused("--only chooses variants of an experiment: which?")
     found = 0
     for name in [args.experiment] if args.experiment else EXPERIMENTS:
-        for variant in select(name, args.only if args.experiment else "")[1]:
+        for variant in select(name, args.only)[1]:
             if why := stale(name, variant, read_all(args.curves, name, variant)):
                 found += 1
                 print(f"{name} {variant}: STALE: {'; '.join(why)}")

@@ -3,9 +3,11 @@
 A curve is a folder CURVES/EXPERIMENT/VARIANT/seed-N with eval.csv and args.json, as a run wrote them.
 """
 
+import contextlib
 import csv
 import dataclasses
 import importlib
+import io
 import json
 import sys
 from dataclasses import dataclass
@@ -107,21 +109,26 @@ def interval(statistic, *samples):
 
 # ------------------------------------------------------------------------------------------------------------- stale
 def args_now(experiment, variant):
-    """Arguments, a dict, that the experiment's command gives its script today; None if the script is not there."""
+    """Arguments, a dict, that the experiment's command gives its script today."""
     described = EXPERIMENTS[experiment]
-    path = ROOT / described.script_name(variant)
-    if not path.exists():
-        return None
+    name, flags = described.script_name(variant), described.flags(variant)
+    if not (ROOT / name).exists():
+        raise Refused(f"{name} is not there")
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    script = importlib.import_module(path.stem)
-    return dataclasses.asdict(tyro.cli(script.Args, args=described.flags(variant)))
+    script = importlib.import_module(Path(name).stem)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return dataclasses.asdict(tyro.cli(script.Args, args=flags))
+    except SystemExit as e:
+        raise Refused(f"{name} does not take {' '.join(flags)} any more") from e
 
 
 def differences(had, has, despite=()):
     """Arguments in which two runs differ, as text ("k 4, now 8"), those that do not change learning left out."""
     found = []
-    for name in sorted((had.keys() | has.keys()) - NEUTRAL - set(despite)):
+    allowed = NEUTRAL | {name.replace("-", "_") for name in despite}
+    for name in sorted((had.keys() | has.keys()) - allowed):
         if name not in has:
             found.append(f"{name} {had[name]}, now gone")
         elif name not in had:
@@ -135,7 +142,8 @@ def stale(experiment, variant, curves, despite=()):
     """Why curves no longer show what their command does today, as text; none if they do."""
     if not curves:
         return []
-    now = args_now(experiment, variant)
-    if now is None:
-        return [f"{EXPERIMENTS[experiment].script_name(variant)} is not there"]
+    try:
+        now = args_now(experiment, variant)
+    except Refused as e:
+        return [str(e)]
     return sorted({each for curve in curves for each in differences(curve.about["args"], now, despite)})

@@ -46,7 +46,7 @@ class Experiment:
     processes_of: dict[str, int] = field(default_factory=dict)
     """processes of the variants that `torchrun` starts"""
     metric: str = "eval/success_rate"
-    """what the gate, the table and the plot look at; higher is better"""
+    """what the gate, the table and the plot look at: from 0 up, higher is better"""
     threshold: float = 0.9
     """value of the metric from which a seed counts as having learned, for steps and minutes to it"""
     charts: tuple[str, ...] = ()
@@ -268,7 +268,7 @@ HTR = {
         variants=COMPARED,
         script_of={"ec": EC},
         charts=HTR_CHARTS,
-        paper="curves without numbers",
+        paper="its text gives no returns",
     )
     for name, env_id, figures in (
         ("point", "PointGoal-v0", "Figs. 4 to 6"),

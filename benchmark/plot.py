@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 import tyro
 from curves import CURVES, interval, iqm, read_all
-from experiments import Refused, command_line, select
+from experiments import ROOT, Refused, command_line, select
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -111,7 +111,7 @@ def main(args: Args):
         axes.set(ylim=(-0.02, 1.05))
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    output = args.output or Path("docs") / f"{args.experiments[0]}.png"
+    output = args.output or ROOT / "docs" / f"{args.experiments[0]}.png"
     try:
         figure.savefig(output, dpi=120)
     except (OSError, ValueError) as e:

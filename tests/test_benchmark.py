@@ -182,7 +182,7 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(gate, what, message):
 
 def test_neutral_and_named_arguments_may_differ(gate):
     assert gate(run_dir="elsewhere", num_threads=2, save_model=True)[0] == 0
-    assert gate(batch_size=64, options={"despite": ("batch_size",)})[0] == 0
+    assert gate(batch_size=64, options={"despite": ("batch-size",)})[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -196,6 +196,7 @@ def test_neutral_and_named_arguments_may_differ(gate):
         (("bitflip", "--only", "n10-her", "--seeds", "101"), "1 new seeds are too few"),
         (("bitflip-settings", "--only", "default", "--curves", "nowhere"), "nothing is stored"),
         ((), "which experiment?"),
+        (("--stale", "--only", "her"), "--only chooses variants of an experiment"),
     ],
 )
 def test_bad_input_of_compare_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):
@@ -211,7 +212,7 @@ def test_bad_input_of_compare_is_one_line_and_status_2(arguments, message, monke
     assert err.startswith("error: ") and message in err
 
 
-def test_curves_of_other_defaults_are_stale(tmp_path, capsys):
+def test_curves_of_other_defaults_are_stale(tmp_path, monkeypatch, capsys):
     pytest.importorskip("scipy")
     import compare
 
@@ -222,6 +223,13 @@ def test_curves_of_other_defaults_are_stale(tmp_path, capsys):
     write(tmp_path / "bitflip-smoke/her/seed-2", 2, learning(2), **changed)
     assert compare.main(args) == 1
     assert capsys.readouterr().out == "bitflip-smoke her: STALE: gone True, now gone; k 8, now 4\n"
+    changed = Experiment("", "her_dqn_bitflip.py", {"her": "--removed 1"})
+    monkeypatch.setitem(EXPERIMENTS, "bitflip-smoke", changed)
+    assert compare.main(args) == 1
+    assert capsys.readouterr().out.endswith("STALE: her_dqn_bitflip.py does not take --removed 1 any more\n")
+    changed.script = "no.py"
+    assert compare.main(args) == 1
+    assert capsys.readouterr() == ("bitflip-smoke her: STALE: no.py is not there\n", "")
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -278,6 +286,24 @@ def test_plots_are_drawn_and_nothing_to_draw_is_said(stored, tmp_path):
     args.curves = tmp_path / "nowhere"
     with pytest.raises(plot.Refused, match="nothing to draw"):
         plot.main(args)
+
+
+def test_adaptation_is_drawn_by_episode_at_the_last_evaluation(tmp_path):
+    pytest.importorskip("scipy")
+    pytest.importorskip("matplotlib")
+    import plot
+
+    for seed, values in ((1, (0.1, 0.5, 0.9)), (2, (0.2, 0.4, 0.6))):
+        folder = tmp_path / f"bitflip-smoke/her/seed-{seed}"
+        write(folder, seed, [0, 1])
+        with open(folder / "eval.csv", "a") as file:
+            for episode, value in enumerate(values):
+                file.write(f"{seed},0,eval/success_rate_ep{episode},0,100,0\n")
+                file.write(f"{seed},2000,eval/success_rate_ep{episode},{value},100,9\n")
+    args = plot.Args(("bitflip-smoke",), output=tmp_path / "a.png", curves=tmp_path, adaptation=True)
+    (x, y), (_, z) = plot.lines(args, "bitflip-smoke", "her", "eval/success_rate")
+    assert (x.tolist(), y.tolist(), z.tolist()) == ([0, 1, 2], [0.1, 0.5, 0.9], [0.2, 0.4, 0.6])
+    assert plot.main(args) == 0
 
 
 # -------------------------------------------------------------------------------------------------- the gate, for real
