@@ -133,6 +133,8 @@ class Args:
     """factor of rewards in the Q target, the inverse of SAC's temperature (PEARL, sparse point: 100)"""
     kl_lambda: float = 1.0
     """weight of the encoder's KL term (PEARL, sparse point: 1)"""
+    kl_warmup: int = 1_000_000
+    """environment steps over which that weight grows from 0 (PEARL: 0): z has to mean something before it is narrowed"""
     latent_dim: int = 5
     """dimensions of z (paper: 5)"""
     hidden_size: int = 128
@@ -611,6 +613,7 @@ def train(args, saved):
         k = args.relabel_prob
         if args.relabel_anneal:
             k *= max(0.0, 1 - progress.global_step / args.relabel_anneal)
+        kl_lambda = args.kl_lambda * min(1.0, progress.global_step / max(1, args.kl_warmup))
         rewarded = torch.tensor(progress.rewarded, device=device)
         sums = dict.fromkeys(("distance", "hindsight_reward", "hindsight", "real_reward", "real"), 0.0)
         for _ in range(args.gradient_steps):
@@ -632,7 +635,7 @@ def train(args, saved):
             qf1, qf2 = agent.q_values(obs, action, z)
             qf_loss = F.mse_loss(qf1, q_target) + F.mse_loss(qf2, q_target)
             kl_loss = kl_to_prior(mean, variance)
-            gradients = torch.autograd.grad(qf_loss + args.kl_lambda * kl_loss, critic_parameters)
+            gradients = torch.autograd.grad(qf_loss + kl_lambda * kl_loss, critic_parameters)
 
             new_action, log_prob, action_mean, log_std = agent.act(obs, z_fixed, generator=generator)
             min_q = torch.min(*agent.q_values(obs, new_action, z_fixed))
@@ -731,7 +734,7 @@ def check(args):
     counts = "num_threads total_timesteps eval_frequency eval_episodes num_train_tasks num_test_tasks num_tasks_sample"
     counts += " initial_episodes prior_episodes gradient_steps buffer_size meta_batch_size batch_size context_size"
     counts += " latent_dim hidden_size exploration_episodes"
-    amounts = "seed checkpoint_frequency posterior_episodes relabel_anneal learning_rate reward_scale kl_lambda"
+    amounts = "seed checkpoint_frequency posterior_episodes relabel_anneal kl_warmup learning_rate reward_scale kl_lambda"
     amounts += " goal_distance"
     for names, low, high in ((counts, 1, math.inf), (amounts, 0, math.inf), ("relabel_prob gamma tau", 0, 1)):
         for name in names.split():
