@@ -114,9 +114,12 @@ class Args:
     """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5); 0: plain PEARL"""
     relabel_per: Literal["slot", "update"] = "slot"
     """what K is drawn for: each slot of the meta-batch, or all of an update together"""
+
+    # HTR: what single episode relabelling takes a hindsight task for
     relabel_scope: Literal["episode", "transition", "buffer", "context"] = "episode"
     """SER relabels an episode; the others are what the paper warns of: a task for each transition, a task for the whole
     buffer, or context from the episode but RL batch from the whole buffer"""
+
     hindsight: Literal["future", "final"] = "future"
     """state whose position becomes the hindsight task: one after a random transition of the episode, or the last"""
     relabel_anneal: int = 0
@@ -248,8 +251,8 @@ class ReplayBuffer:
         self.end[tasks] += 1
 
     def transitions(self, tasks, episodes, steps):
-        """obs, action and next obs, (tasks, n, dim), of these steps of these episodes, (tasks, n)."""
-        index = tasks[:, None], episodes % self.capacity
+        """obs, action and next obs, (slots, n, dim); tasks (slots, n) or (slots, 1), episodes and steps (slots, n)."""
+        index = tasks, episodes % self.capacity
         return self.obs[(*index, steps)], self.actions[(*index, steps)], self.obs[(*index, steps + 1)]
 
     def draw_episodes(self, tasks, n, generator, recent=False):
@@ -290,6 +293,12 @@ def hindsight_goals(rb, tasks, episodes, strategy, generator):
     return rb.obs[tasks[:, None], episodes % rb.capacity, steps][..., :2]
 
 
+def context_rows(obs, action, next_obs, goal, sparse_reward):
+    """What the encoder sees of transitions: (s, a, r) with the sparse reward, (..., dim)."""
+    return torch.cat([obs, action, sparse_reward(next_obs, action, goal)[..., None]], -1)
+
+
+# HTR: single episode relabelling -------------------------------------------------------------------------------------
 def sample(rb, tasks, goals, relabel, args, generator):
     """Context and RL transitions of a meta-batch, each (obs, action, next_obs, goal) with a goal for each transition.
 
@@ -308,13 +317,8 @@ def sample(rb, tasks, goals, relabel, args, generator):
         if args.relabel_scope == "transition":
             new_goal = hindsight_goals(rb, tasks, episodes, args.hindsight, generator)
         goal = torch.where(relabel[..., None], new_goal, goals[:, None]).expand(-1, size, -1)
-        parts.append((*rb.transitions(tasks, episodes, rb.draw_steps(episodes.shape, generator)), goal))
+        parts.append((*rb.transitions(tasks[:, None], episodes, rb.draw_steps(episodes.shape, generator)), goal))
     return parts
-
-
-def context_rows(obs, action, next_obs, goal, sparse_reward):
-    """What the encoder sees of transitions: (s, a, r) with the sparse reward, (..., dim)."""
-    return torch.cat([obs, action, sparse_reward(next_obs, action, goal)[..., None]], -1)
 
 
 # ------------------------------------------------------------------------------------------------------- collection
@@ -348,7 +352,7 @@ def infer(agent, obs, actions, goals, sparse_reward, context_size, generator):
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-FORMAT = "pearl_htr_ser 1"
+FORMAT = "pearl_htr_ser 1"  # HTR
 
 
 def save(path, content):
@@ -373,7 +377,7 @@ def load(path):
         raise BadInput(f"cannot read {path}: {e.strerror}") from e
     except Exception:
         pass
-    raise BadInput(f"{path} is not a whole checkpoint.pt or model.pt of pearl_htr_ser.py")
+    raise BadInput(f"{path} is not a whole checkpoint.pt or model.pt of {FORMAT.split()[0]}.py")
 
 
 def load_modules(modules, saved):
@@ -452,7 +456,8 @@ def stream(args, purpose, *numbers):
 def collect(envs, agent, task, args, goals, prior_episodes, seeds, deterministic=False):
     """Episodes with each goal's task, z from the prior in the first ones and then from the posterior of those before.
 
-    One episode for each of `seeds`. Returns obs (tasks, episodes, T + 1, dim) and actions (tasks, episodes, T, dim) in [-1, 1].
+    One episode for each of `seeds`. Returns obs (tasks, episodes, T + 1, dim) and actions (tasks, episodes, T, dim),
+    these in [-1, 1].
     """
     device = goals.device
     obs, actions = [], []
@@ -534,7 +539,7 @@ def train(args, saved):
     test_goals = torch.from_numpy(task_goals(TEST, args.num_test_tasks, args.goal_distance, args.seed)).to(device)
     cycle_episodes = args.prior_episodes + args.posterior_episodes
     capacity = args.buffer_size // task.horizon
-    rb = ReplayBuffer(args.num_train_tasks, capacity, task.horizon, task.obs_dim, task.action_dim, device)
+    rb = ReplayBuffer(args.num_train_tasks, capacity, task.horizon, task.obs_dim, task.action_dim, device)  # HTR
     agent = Agent(task.obs_dim, task.action_dim, args).to(device)
     groups = {name: list(getattr(agent, name).parameters()) for name in ("encoder", "qf1", "qf2", "vf", "policy")}
     critic_parameters = groups["encoder"] + groups["qf1"] + groups["qf2"]
