@@ -328,7 +328,7 @@ class ClusteredReplay(ReplayBuffer):
         self.cell = torch.zeros_like(self.filed)  # which of the filled cells it is in
 
     def file(self, tasks, strategy, generator):
-        """Relabel the newest episode of each of these (different) tasks."""
+        """Relabel the newest episode of each of these (different) tasks, (n,): a hindsight task in m, by `strategy`."""
         newest = self.end[tasks, None] - 1
         index = tasks[:, None], newest % self.capacity
         self.hindsight[index] = hindsight_goals(self, tasks, newest, strategy, generator)
