@@ -320,12 +320,14 @@ def test_a_run_makes_updates_and_evaluates(straight):
 
 
 def test_with_k_0_it_is_the_same_plain_pearl_as_ser(straight, tmp_path):
-    ours, theirs = (run(module, SMALL + " --relabel-prob 0", tmp_path) for module in (pearl, ser))
-    assert curve(ours["run"]) == curve(theirs["run"]) != curve(straight["run"])
-    ours, theirs = state(ours["run"]), state(theirs["run"])
-    for key in ("agent", "optimizer"):
-        assert_equal(ours[key], theirs[key])
-    assert torch.equal(ours["replay"]["obs"], theirs["replay"]["obs"])
+    plain = SMALL + " --relabel-prob 0"
+    theirs = run(ser, plain, tmp_path)
+    for choice in ("", " --cell-choice cell"):
+        ours = run(pearl, plain + choice, tmp_path)
+        assert curve(ours["run"]) == curve(theirs["run"]) != curve(straight["run"])
+        for key in ("agent", "optimizer"):
+            assert_equal(state(ours["run"])[key], state(theirs["run"])[key])
+        assert torch.equal(state(ours["run"])["replay"]["obs"], state(theirs["run"])["replay"]["obs"])
 
 
 def test_stopped_and_resumed_equals_never_stopped(straight, tmp_path, monkeypatch):
