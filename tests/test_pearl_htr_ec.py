@@ -359,10 +359,11 @@ def test_every_choice_changes_the_run(tmp_path):
     """No flag of the strategy is without effect."""
     short = SMALL + " --relabel-prob 0.5 --total-timesteps 300 --eval-frequency 300 "
     choices = ("", "--cell-size 0.1", "--cell-choice cell", "--exploratory-share 0.2", "--hindsight final")
-    policies = [
-        state(run(pearl, short + choice, tmp_path)["run"])["agent"]["policy.0.weight"].flatten() for choice in choices
-    ]
+    states = [state(run(pearl, short + choice, tmp_path)["run"]) for choice in choices]
+    policies = [each["agent"]["policy.0.weight"].flatten() for each in states]
     assert len(torch.stack(policies).unique(dim=0)) == len(choices)
+    final = states[-1]["replay"]
+    assert torch.equal(final["hindsight"], final["obs"][:, :, -1, :2])
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -380,7 +381,8 @@ def test_every_choice_changes_the_run(tmp_path):
         ("--resume no_such.pt", "cannot read no_such.pt: No such file or directory"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_status_2(arguments, message, tmp_path):
+def test_bad_input_is_one_clear_line_and_status_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(pearl, "train", lambda args, saved: pytest.fail("training was started"))
     said = run(pearl, arguments, tmp_path, status=2)
     assert message in said and said.startswith("error: ") and said.count("\n") == 1
     assert os.listdir(tmp_path) == []
