@@ -114,9 +114,12 @@ class Args:
     """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5); 0: plain PEARL"""
     relabel_per: Literal["slot", "update"] = "slot"
     """what K is drawn for: each slot of the meta-batch, or all of an update together"""
+
+    # HTR: what single episode relabelling takes a hindsight task for
     relabel_scope: Literal["episode", "transition", "buffer", "context"] = "episode"
     """SER relabels an episode; the others are what the paper warns of: a task for each transition, a task for the whole
     buffer, or context from the episode but RL batch from the whole buffer"""
+
     hindsight: Literal["future", "final"] = "future"
     """state whose position becomes the hindsight task: one after a random transition of the episode, or the last"""
     relabel_anneal: int = 0
@@ -134,7 +137,7 @@ class Args:
     kl_lambda: float = 1.0
     """weight of the encoder's KL term (PEARL, sparse point: 1)"""
     kl_warmup: int = 1_000_000
-    """environment steps over which that weight grows from 0 (PEARL: 0): z has to mean something before it is narrowed"""
+    """environment steps over which that weight grows from 0, so that z comes to mean something first (PEARL: 0)"""
     latent_dim: int = 5
     """dimensions of z (paper: 5)"""
     hidden_size: int = 128
@@ -250,8 +253,8 @@ class ReplayBuffer:
         self.end[tasks] += 1
 
     def transitions(self, tasks, episodes, steps):
-        """obs, action and next obs, (tasks, n, dim), of these steps of these episodes, (tasks, n)."""
-        index = tasks[:, None], episodes % self.capacity
+        """obs, action and next obs, (slots, n, dim); tasks (slots, n) or (slots, 1), episodes and steps (slots, n)."""
+        index = tasks, episodes % self.capacity
         return self.obs[(*index, steps)], self.actions[(*index, steps)], self.obs[(*index, steps + 1)]
 
     def draw_episodes(self, tasks, n, generator, recent=False):
@@ -267,7 +270,8 @@ class ReplayBuffer:
 
     def state_dict(self):
         used = min(int(self.end.max()), self.capacity)
-        state = {"obs": self.obs[:, :used], "actions": self.actions[:, :used]}
+        # A view would be saved with all of the memory behind it.
+        state = {"obs": self.obs[:, :used].clone(), "actions": self.actions[:, :used].clone()}
         return {"end": self.end, "context_start": self.context_start} | state
 
     def load_state_dict(self, state):
@@ -292,6 +296,12 @@ def hindsight_goals(rb, tasks, episodes, strategy, generator):
     return rb.obs[tasks[:, None], episodes % rb.capacity, steps][..., :2]
 
 
+def context_rows(obs, action, next_obs, goal, sparse_reward):
+    """What the encoder sees of transitions: (s, a, r) with the sparse reward, (..., dim)."""
+    return torch.cat([obs, action, sparse_reward(next_obs, action, goal)[..., None]], -1)
+
+
+# HTR: single episode relabelling -------------------------------------------------------------------------------------
 def sample(rb, tasks, goals, relabel, args, generator):
     """Context and RL transitions of a meta-batch, each (obs, action, next_obs, goal) with a goal for each transition.
 
@@ -310,13 +320,8 @@ def sample(rb, tasks, goals, relabel, args, generator):
         if args.relabel_scope == "transition":
             new_goal = hindsight_goals(rb, tasks, episodes, args.hindsight, generator)
         goal = torch.where(relabel[..., None], new_goal, goals[:, None]).expand(-1, size, -1)
-        parts.append((*rb.transitions(tasks, episodes, rb.draw_steps(episodes.shape, generator)), goal))
+        parts.append((*rb.transitions(tasks[:, None], episodes, rb.draw_steps(episodes.shape, generator)), goal))
     return parts
-
-
-def context_rows(obs, action, next_obs, goal, sparse_reward):
-    """What the encoder sees of transitions: (s, a, r) with the sparse reward, (..., dim)."""
-    return torch.cat([obs, action, sparse_reward(next_obs, action, goal)[..., None]], -1)
 
 
 # ------------------------------------------------------------------------------------------------------- collection
@@ -350,7 +355,7 @@ def infer(agent, obs, actions, goals, sparse_reward, context_size, generator):
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-FORMAT = "pearl_htr_ser 1"
+FORMAT = "pearl_htr_ser 1"  # HTR
 
 
 def save(path, content):
@@ -375,7 +380,7 @@ def load(path):
         raise BadInput(f"cannot read {path}: {e.strerror}") from e
     except Exception:
         pass
-    raise BadInput(f"{path} is not a whole checkpoint.pt or model.pt of pearl_htr_ser.py")
+    raise BadInput(f"{path} is not a whole checkpoint.pt or model.pt of {FORMAT.split()[0]}.py")
 
 
 def load_modules(modules, saved):
@@ -454,7 +459,8 @@ def stream(args, purpose, *numbers):
 def collect(envs, agent, task, args, goals, prior_episodes, seeds, deterministic=False):
     """Episodes with each goal's task, z from the prior in the first ones and then from the posterior of those before.
 
-    One episode for each of `seeds`. Returns obs (tasks, episodes, T + 1, dim) and actions (tasks, episodes, T, dim) in [-1, 1].
+    One episode for each of `seeds`. Returns obs (tasks, episodes, T + 1, dim) and actions (tasks, episodes, T, dim),
+    these in [-1, 1].
     """
     device = goals.device
     obs, actions = [], []
@@ -536,7 +542,7 @@ def train(args, saved):
     test_goals = torch.from_numpy(task_goals(TEST, args.num_test_tasks, args.goal_distance, args.seed)).to(device)
     cycle_episodes = args.prior_episodes + args.posterior_episodes
     capacity = args.buffer_size // task.horizon
-    rb = ReplayBuffer(args.num_train_tasks, capacity, task.horizon, task.obs_dim, task.action_dim, device)
+    rb = ReplayBuffer(args.num_train_tasks, capacity, task.horizon, task.obs_dim, task.action_dim, device)  # HTR
     agent = Agent(task.obs_dim, task.action_dim, args).to(device)
     groups = {name: list(getattr(agent, name).parameters()) for name in ("encoder", "qf1", "qf2", "vf", "policy")}
     critic_parameters = groups["encoder"] + groups["qf1"] + groups["qf2"]
@@ -615,7 +621,7 @@ def train(args, saved):
             k *= max(0.0, 1 - progress.global_step / args.relabel_anneal)
         kl_lambda = args.kl_lambda * min(1.0, progress.global_step / max(1, args.kl_warmup))
         rewarded = torch.tensor(progress.rewarded, device=device)
-        sums = dict.fromkeys(("distance", "hindsight_reward", "hindsight", "real_reward", "real"), 0.0)
+        sums = torch.zeros(2, 3, device=device)  # of hindsight and real slots: goal distance, reward, number
         for _ in range(args.gradient_steps):
             tasks = (random((args.meta_batch_size,), generator) * args.num_train_tasks).long()
             draws = random((args.meta_batch_size if args.relabel_per == "slot" else 1,), generator)
@@ -651,12 +657,8 @@ def train(args, saved):
                 torch._foreach_lerp_(target_parameters, groups["vf"], args.tau)
             progress.updates += 1
 
-            slot_reward, slot_distance = reward.mean(-1), goal.norm(dim=-1).mean(-1)
-            sums["distance"] += slot_distance[relabel].sum().item()
-            sums["hindsight_reward"] += slot_reward[relabel].sum().item()
-            sums["real_reward"] += slot_reward[~relabel].sum().item()
-            sums["hindsight"] += relabel.sum().item()
-            sums["real"] += (~relabel).sum().item()
+            slots = torch.stack([goal.norm(dim=-1).mean(-1), reward.mean(-1), torch.ones_like(reward[:, 0])], -1)
+            sums += torch.stack([relabel, ~relabel]).float() @ slots
 
         # Record: TensorBoard, evaluation, checkpoint, terminal
         if not math.isfinite(qf_loss.item() + policy_loss.item()):
@@ -666,12 +668,13 @@ def train(args, saved):
         scalars = {"charts/success_rate": success, "charts/episodic_return": rewards.sum(-1).mean().item()}
         scalars["charts/SPS"] = sps
         scalars |= {"charts/updates_per_second": progress.updates / progress.train_s}
-        scalars["charts/relabel_fraction"] = sums["hindsight"] / (sums["hindsight"] + sums["real"])
-        if sums["hindsight"]:
-            scalars["charts/hindsight_task_distance"] = sums["distance"] / sums["hindsight"]
-            scalars["charts/hindsight_reward"] = sums["hindsight_reward"] / sums["hindsight"]
-        if sums["real"]:
-            scalars["charts/real_reward"] = sums["real_reward"] / sums["real"]
+        (distance, hindsight_reward, hindsight), (_, real_reward, real) = sums.tolist()
+        scalars["charts/relabel_fraction"] = hindsight / (hindsight + real)
+        if hindsight:
+            scalars["charts/hindsight_task_distance"] = distance / hindsight
+            scalars["charts/hindsight_reward"] = hindsight_reward / hindsight
+        if real:
+            scalars["charts/real_reward"] = real_reward / real
         scalars |= {"losses/qf_loss": qf_loss.item(), "losses/vf_loss": vf_loss.item()}
         scalars |= {"losses/policy_loss": policy_loss.item(), "losses/kl_loss": kl_loss.item()}
         scalars |= {"losses/qf1_values": qf1.mean().item(), "losses/entropy": -log_prob.mean().item()}
@@ -734,7 +737,9 @@ def check(args):
     counts = "num_threads total_timesteps eval_frequency eval_episodes num_train_tasks num_test_tasks num_tasks_sample"
     counts += " initial_episodes prior_episodes gradient_steps buffer_size meta_batch_size batch_size context_size"
     counts += " latent_dim hidden_size exploration_episodes"
-    amounts = "seed checkpoint_frequency posterior_episodes relabel_anneal kl_warmup learning_rate reward_scale kl_lambda"
+    amounts = (
+        "seed checkpoint_frequency posterior_episodes relabel_anneal kl_warmup learning_rate reward_scale kl_lambda"
+    )
     amounts += " goal_distance"
     for names, low, high in ((counts, 1, math.inf), (amounts, 0, math.inf), ("relabel_prob gamma tau", 0, 1)):
         for name in names.split():

@@ -8,10 +8,11 @@ import pytest
 
 import her_ddpg_fetch
 import her_dqn_bitflip
+import pearl_htr_ec
 import pearl_htr_ser
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {module.__name__: module for module in (her_ddpg_fetch, her_dqn_bitflip, pearl_htr_ser)}
+SCRIPTS = {module.__name__: module for module in (her_ddpg_fetch, her_dqn_bitflip, pearl_htr_ec, pearl_htr_ser)}
 PAGES = ["README.md", "benchmark/README.md", *(f"docs/{name}.md" for name in SCRIPTS)]
 OTHER_FLAGS = {"--standalone", "--nproc-per-node", "--logdir", "--help", "--no"}  # torchrun, tensorboard, tyro
 
