@@ -1,11 +1,11 @@
-"""Environment steps a second, training included, of the HER scripts against Stable-Baselines3 at equal settings.
+"""Speed of the scripts: HER against Stable-Baselines3 at equal settings, PEARL against a plain PEARL and with HTR.
 
     pip install -r benchmark/requirements.txt
     python benchmark/speed.py
     python benchmark/speed.py --only bitflip --bitflip.n-bits 50 --bitflip.steps 8000
 
-What is equal is said in speed_her_dqn_bitflip.py and speed_her_ddpg_fetch.py. Both sides run in turn, so that a machine
-that slows down slows down both; nothing else should run beside them.
+What is equal is said in speed_her_dqn_bitflip.py, speed_her_ddpg_fetch.py and speed_pearl_htr.py. The sides run in
+turn, so that a machine that slows down slows down all; nothing else should run beside them.
 """
 
 import os
@@ -15,17 +15,19 @@ from typing import Literal, Optional
 
 import speed_her_ddpg_fetch
 import speed_her_dqn_bitflip
+import speed_pearl_htr
 from experiments import Refused, command_line
 
 
 @dataclass
 class Args:
-    only: Optional[Literal["bitflip", "fetch"]] = None
-    """one of the two; None: both"""
+    only: Optional[Literal["bitflip", "fetch", "pearl"]] = None
+    """one of them; None: all"""
     repeats: int = 3
     """measurements of each side"""
     bitflip: speed_her_dqn_bitflip.Args = field(default_factory=speed_her_dqn_bitflip.Args)
     fetch: speed_her_ddpg_fetch.Args = field(default_factory=speed_her_ddpg_fetch.Args)
+    pearl: speed_pearl_htr.Args = field(default_factory=speed_pearl_htr.Args)
 
 
 def measure(name, ours, sb3, args, repeats):
@@ -47,12 +49,32 @@ def measure(name, ours, sb3, args, repeats):
     print(f"{name}: median ratio {statistics.median(ratios):.2f}", flush=True)
 
 
+def measure_pearl(args, repeats):
+    """Print updates a second of the script without and with relabelling and of the plain update, and the ratios."""
+    print(f"pearl_htr_ser.py: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; updates a second", flush=True)
+    gains, costs = [], []
+    for i in range(repeats):
+        (pearl, memory), (htr, htr_memory) = (speed_pearl_htr.script(args, k) for k in (0, 0.3))
+        plain = speed_pearl_htr.plain(args)
+        gains.append(pearl / plain)
+        costs.append(pearl / htr)
+        said = f"{i + 1}: K = 0 {pearl:.1f} ({memory:.0f} MiB), K = 0.3 {htr:.1f} ({htr_memory:.0f} MiB)"
+        print(
+            f"{said}, plain {plain:.1f}; K = 0 to plain {gains[-1]:.2f}, time with K = 0.3 to K = 0 {costs[-1]:.2f}",
+            flush=True,
+        )
+    print(f"pearl_htr_ser.py: median ratio to plain {statistics.median(gains):.2f}", flush=True)
+    print(f"pearl_htr_ser.py: median ratio of time with relabelling {statistics.median(costs):.2f}", flush=True)
+
+
 def main(args: Args):
     if args.repeats < 1:
         raise Refused(f"--repeats must be at least 1, not {args.repeats}")
     for name, module in (("bitflip", speed_her_dqn_bitflip), ("fetch", speed_her_ddpg_fetch)):
         if args.only in (None, name):
             measure(module.SCRIPT.name, module.ours, module.sb3, getattr(args, name), args.repeats)
+    if args.only in (None, "pearl"):
+        measure_pearl(args.pearl, args.repeats)
     return 0
 
 
