@@ -1,7 +1,7 @@
 """her_ddpg_fetch.py against values worked out by hand, then whole runs of it from the command line."""
 
-import csv
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import her_ddpg_fetch as her
-
-ROOT = Path(__file__).parents[1]
+from tests import whole_runs
+from tests.whole_runs import ROOT, assert_equal, curve, state
 
 
 # ------------------------------------------------------------------------------------------------ replay and hindsight
@@ -288,43 +288,8 @@ def test_an_action_that_is_not_a_number_is_an_error():
 # ---------------------------------------------------------------------------------------------------------- whole runs
 POINT = """--env-id Point-v3 --env-module tests.point_env --total-timesteps 800 --eval-frequency 400 --eval-episodes 8
     --num-envs 4 --batch-size 32 --train-frequency 1 --hidden-size 16 --action-penalty 0.01 --no-cuda"""
-
-
-def command(arguments, run_dir, launcher=()):
-    return [sys.executable, *launcher, str(ROOT / "her_ddpg_fetch.py"), *arguments.split(), "--run-dir", str(run_dir)]
-
-
-def run(arguments, run_dir, launcher=(), status=0, **kwargs):
-    """Run the script; returns the JSON of its last line (status 0 or 130) or what it says on standard error."""
-    done = subprocess.run(command(arguments, run_dir, launcher), capture_output=True, text=True, cwd=ROOT, **kwargs)
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) if status in (0, 130) else done.stderr
-
-
-def curve(path):
-    """eval.csv without its wall clock."""
-    with open(f"{path}/eval.csv") as file:
-        return [row[:-1] for row in csv.reader(file)]
-
-
-def state(path):
-    """The checkpoint's tensors and counters, without its clocks."""
-    content = torch.load(f"{path}/checkpoint.pt", weights_only=True)
-    progress = {key: value for key, value in content["progress"].items() if not key.endswith("_s")}
-    progress["eval_rows"] = [row[:-1] for row in progress["eval_rows"]]
-    return {key: content[key] for key in content if key not in ("progress", "args")} | progress
-
-
-def assert_equal(a, b):
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_equal(a[key], b[key])
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    else:
-        assert a == b
+run = functools.partial(whole_runs.run, "her_ddpg_fetch.py")
+command = functools.partial(whole_runs.command, "her_ddpg_fetch.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """her_dqn_bitflip.py against values worked out by hand, then whole runs of it."""
 
-import csv
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import her_dqn_bitflip as dqn
-
-ROOT = Path(__file__).parents[1]
+from tests import whole_runs
+from tests.whole_runs import ROOT, assert_equal, curve, state
 
 
 def bits(*texts):
@@ -182,54 +182,9 @@ def test_exploration_is_epsilon_greedy():
 # ---------------------------------------------------------------------------------------------------------- whole runs
 SMALL = """--n-bits 8 --total-timesteps 4000 --eval-frequency 1000 --eval-episodes 200 --batch-size 256
     --hidden-size 128 --no-cuda"""
-
-
-def command(arguments, run_dir):
-    return [sys.executable, str(ROOT / "her_dqn_bitflip.py"), *arguments.split(), "--run-dir", str(run_dir)]
-
-
-def run(arguments, run_dir, status=0):
-    """Run the script; returns the JSON of its last line (status 0) or what it says on standard error."""
-    done = subprocess.run(command(arguments, run_dir), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stderr
-
-
-def refused(arguments, run_dir, monkeypatch, capsys):
-    """What the script says of bad input, in this process: one line, status 2, nothing written."""
-    monkeypatch.setattr(sys, "argv", command(arguments, run_dir)[1:])
-    before = set(os.listdir(run_dir))
-    with pytest.raises(SystemExit) as stopped:
-        dqn.main()
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and set(os.listdir(run_dir)) == before
-    return said
-
-
-def curve(path):
-    """eval.csv without its wall clock."""
-    with open(f"{path}/eval.csv") as file:
-        return [row[:-1] for row in csv.reader(file)]
-
-
-def state(path):
-    """The checkpoint without its clocks."""
-    content = torch.load(f"{path}/checkpoint.pt", weights_only=True)
-    progress = {key: value for key, value in content["progress"].items() if not key.endswith("_s")}
-    progress["eval_rows"] = [row[:-1] for row in progress["eval_rows"]]
-    return {key: content[key] for key in content if key not in ("progress", "args")} | progress
-
-
-def assert_equal(a, b):
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_equal(a[key], b[key])
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    else:
-        assert a == b
+run = functools.partial(whole_runs.run, "her_dqn_bitflip.py")
+command = functools.partial(whole_runs.command, "her_dqn_bitflip.py")
+refused = functools.partial(whole_runs.refused, dqn.main)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import csv
 import dataclasses
 import io
 import json
@@ -19,6 +18,7 @@ import torch
 
 import pearl_htr_ec as pearl
 import pearl_htr_ser as ser
+from tests.whole_runs import assert_equal, curve, state
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -265,31 +265,6 @@ def run(module, arguments, run_dir, status=0):
             signal.signal(signum, handler)
     assert stopped.value.code == status, err.getvalue()
     return json.loads(out.getvalue().splitlines()[-1]) if status in (0, 130) else err.getvalue()
-
-
-def curve(path):
-    """eval.csv without its wall clock."""
-    with open(f"{path}/eval.csv") as file:
-        return [row[:-1] for row in csv.reader(file)]
-
-
-def state(path):
-    """The checkpoint without its clocks and arguments."""
-    content = torch.load(f"{path}/checkpoint.pt", weights_only=True)
-    progress = {key: value for key, value in content["progress"].items() if not key.endswith("_s")}
-    progress["eval_rows"] = [row[:-1] for row in progress["eval_rows"]]
-    return {key: content[key] for key in content if key not in ("progress", "args")} | progress
-
-
-def assert_equal(a, b):
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_equal(a[key], b[key])
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    else:
-        assert a == b
 
 
 @pytest.fixture(scope="module")

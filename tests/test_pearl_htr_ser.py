@@ -1,22 +1,22 @@
 """pearl_htr_ser.py against values worked out by hand, then whole runs of it."""
 
-import csv
 import dataclasses
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import pearl_htr_ser as pearl
+from tests import whole_runs
+from tests.whole_runs import ROOT, assert_equal, curve, state
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 
@@ -185,54 +185,9 @@ SMALL = """--goal-distance 0.3 --horizon 6 --total-timesteps 3000 --eval-frequen
     --num-train-tasks 8 --num-test-tasks 10 --num-tasks-sample 4 --initial-episodes 2 --prior-episodes 4
     --posterior-episodes 16 --gradient-steps 8 --meta-batch-size 4 --batch-size 32 --context-size 16
     --hidden-size 32 --relabel-prob 0.5 --no-cuda"""
-
-
-def command(arguments, run_dir):
-    return [sys.executable, str(ROOT / "pearl_htr_ser.py"), *arguments.split(), "--run-dir", str(run_dir)]
-
-
-def run(arguments, run_dir, status=0):
-    """Run the script; returns the JSON of its last line (status 0) or what it says on standard error."""
-    done = subprocess.run(command(arguments, run_dir), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stderr
-
-
-def refused(arguments, run_dir, monkeypatch, capsys):
-    """What the script says of bad input, in this process: one line, status 2, nothing written."""
-    monkeypatch.setattr(sys, "argv", command(arguments, run_dir)[1:])
-    before = set(os.listdir(run_dir))
-    with pytest.raises(SystemExit) as stopped:
-        pearl.main()
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and set(os.listdir(run_dir)) == before
-    return said
-
-
-def curve(path):
-    """eval.csv without its wall clock."""
-    with open(f"{path}/eval.csv") as file:
-        return [row[:-1] for row in csv.reader(file)]
-
-
-def state(path):
-    """The checkpoint without its clocks."""
-    content = torch.load(f"{path}/checkpoint.pt", weights_only=True)
-    progress = {key: value for key, value in content["progress"].items() if not key.endswith("_s")}
-    progress["eval_rows"] = [row[:-1] for row in progress["eval_rows"]]
-    return {key: content[key] for key in content if key not in ("progress", "args")} | progress
-
-
-def assert_equal(a, b):
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_equal(a[key], b[key])
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    else:
-        assert a == b
+run = functools.partial(whole_runs.run, "pearl_htr_ser.py")
+command = functools.partial(whole_runs.command, "pearl_htr_ser.py")
+refused = functools.partial(whole_runs.refused, pearl.main)
 
 
 @pytest.fixture(scope="module")
