@@ -71,9 +71,9 @@ class Args:
 
     env_id: str = "PointGoal-v0"
     """Gymnasium id of a batched goal task of envs/goal_tasks.py: PointGoal-v0, WheeledGoal-v0 or AntGoal-v0"""
-    total_timesteps: int = 1_000_000
+    total_timesteps: int = 4_800_000
     """environment steps of training, all tasks counted"""
-    eval_frequency: int = 50_000
+    eval_frequency: int = 120_000
     """environment steps between evaluations"""
     eval_episodes: int = 20
     """adaptation episodes with each test task"""
@@ -104,14 +104,14 @@ class Args:
     """updates of an iteration (PEARL: 1000)"""
     buffer_size: int = 20_000
     """transitions in the replay buffer of a task"""
-    meta_batch_size: int = 16
-    """tasks of an update (paper: 16)"""
-    batch_size: int = 128
+    meta_batch_size: int = 64
+    """tasks of an update (paper: 16); the encoder learns from the number of tasks more than from that of transitions"""
+    batch_size: int = 16
     """transitions of a task in an update's RL batch (PEARL: 256)"""
-    context_size: int = 128
+    context_size: int = 64
     """transitions in a context, of an update and of a test (PEARL, in training: 1024)"""
-    relabel_prob: float = 0.3
-    """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5); 0: plain PEARL"""
+    relabel_prob: float = 0.5
+    """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5; paper: 0.1 or 0.3); 0: plain PEARL"""
     relabel_per: Literal["slot", "update"] = "slot"
     """what K is drawn for: each slot of the meta-batch, or all of an update together"""
 
@@ -126,10 +126,10 @@ class Args:
     """environment steps over which K goes to 0; 0: never"""
     relabel_unrewarded: bool = False
     """relabel only tasks that never earned a reward"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """Adam's step size of all networks (paper: 3e-4)"""
-    gamma: float = 0.9
-    """discount factor (PEARL, sparse point: 0.9)"""
+    gamma: float = 0.95
+    """discount factor (PEARL, sparse point with 20 steps: 0.9)"""
     tau: float = 0.005
     """step of the target value network towards the value network (PEARL: 0.005)"""
     reward_scale: float = 100.0
@@ -221,6 +221,11 @@ def product_of_gaussians(mean, variance):
 def kl_to_prior(mean, variance):
     """KL(N(mean, variance) || N(0, I)), summed over z and tasks."""
     return 0.5 * (variance + mean.square() - 1 - variance.log()).sum()
+
+
+def kl_weight(args, global_step):
+    """Weight of the KL term: it grows from 0 to `--kl-lambda` over `--kl-warmup` environment steps."""
+    return args.kl_lambda * (min(1.0, global_step / args.kl_warmup) if args.kl_warmup else 1.0)
 
 
 def td_target(reward, next_v, reward_scale, gamma):
@@ -619,7 +624,7 @@ def train(args, saved):
         k = args.relabel_prob
         if args.relabel_anneal:
             k *= max(0.0, 1 - progress.global_step / args.relabel_anneal)
-        kl_lambda = args.kl_lambda * min(1.0, progress.global_step / max(1, args.kl_warmup))
+        kl_lambda = kl_weight(args, progress.global_step)
         rewarded = torch.tensor(progress.rewarded, device=device)
         sums = torch.zeros(2, 3, device=device)  # of hindsight and real slots: goal distance, reward, number
         for _ in range(args.gradient_steps):

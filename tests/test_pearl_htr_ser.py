@@ -170,6 +170,24 @@ def test_a_test_starts_from_an_empty_context_and_then_uses_its_own_episodes(monk
     assert torch.equal(seen[0], obs[:, :2]) and torch.equal(seen[1], obs[:, :3])
 
 
+def test_the_context_of_a_test_has_as_many_rows_as_in_training(monkeypatch):
+    args = pearl.Args(horizon=5, hidden_size=8)
+    agent, task, seen = pearl.Agent(2, 2, args), pearl.Task(args), []
+    posterior = agent.posterior
+    monkeypatch.setattr(agent, "posterior", lambda context: seen.append(context) or posterior(context))
+    obs = torch.arange(2 * 3 * 6.0).reshape(2, 3, 6, 1).expand(-1, -1, -1, 2)  # each position is there once
+    z = pearl.infer(agent, obs, torch.zeros(2, 3, 5, 2), torch.zeros(2, 2), task.sparse_reward, 400, generator())
+    assert z.shape == (2, 5) and seen[0].shape == (2, 400, 5)
+    positions = [{6.0 * e + t for e in range(3 * i, 3 * i + 3) for t in range(5)} for i in range(2)]
+    assert [set(rows[:, 0].tolist()) for rows in seen[0]] == positions  # all of the task's own transitions, no end
+
+
+def test_the_weight_of_the_kl_term_grows():
+    args = pearl.Args(kl_lambda=2.0, kl_warmup=100)
+    assert [pearl.kl_weight(args, step) for step in (0, 25, 100, 300)] == [0, 0.5, 2, 2]
+    assert pearl.kl_weight(pearl.Args(kl_lambda=2.0, kl_warmup=0), 0) == 2
+
+
 def test_metrics_of_an_adaptation():
     task = pearl.Task(pearl.Args(goal_radius=0.2))
     obs = torch.zeros(2, 2, 3, 2)  # 2 tasks, 2 episodes, 2 steps
