@@ -157,7 +157,7 @@ def td_loss(network, inputs, action, target):
     """Mean of (Q(s, g, a) - target)^2, its gradients in the order of `network.parameters()`, and Q(s, g, a), (batch,).
 
     The gradients are written out because each row has an error at one action alone, where autograd goes through the
-    outputs of all n: a third to a half of the time of an update.
+    outputs of all n.
     """
     first, _, last = network.layers
     hidden = first(inputs).relu_()

@@ -336,9 +336,7 @@ def test_stopped_and_resumed_equals_never_stopped(straight, tmp_path):
 
 
 def test_a_run_resumed_at_its_end_reports_the_same_result(straight, tmp_path):
-    result = run(f"--resume {straight['run']}/checkpoint.pt", tmp_path)
-    for key in ("global_step", "success_rate", "episodic_return"):
-        assert result[key] == straight[key]
+    whole_runs.assert_resumed_at_its_end_reports_the_same(run, straight, tmp_path)
 
 
 def test_seeds_and_evaluation_frequency(straight, tmp_path):

@@ -251,14 +251,14 @@ def test_stopped_and_resumed_equals_never_stopped(straight, tmp_path):
 
 
 def test_a_run_resumed_at_its_end_reports_the_same_result(straight, tmp_path):
-    result = run(f"--resume {straight['run']}/checkpoint.pt", tmp_path)
-    for key in ("global_step", "success_rate", "episodic_return"):
-        assert result[key] == straight[key]
+    whole_runs.assert_resumed_at_its_end_reports_the_same(run, straight, tmp_path)
 
 
 def test_seeds_and_evaluation_frequency(straight, tmp_path):
     other, plain = run(SMALL + " --seed 2", tmp_path), state(straight["run"])
     assert not torch.equal(state(other["run"])["replay"]["obs"], plain["replay"]["obs"])
+    unwarmed = run(SMALL + " --kl-warmup 0", tmp_path)  # the weight that grows is the one that training uses
+    assert not torch.equal(state(unwarmed["run"])["agent"]["encoder.0.weight"], plain["agent"]["encoder.0.weight"])
     more = run(SMALL + " --eval-frequency 500", tmp_path)
     assert_equal(state(more["run"])["agent"], plain["agent"])  # evaluation leaves training alone
 

@@ -62,3 +62,10 @@ def assert_equal(a, b):
         assert torch.equal(a, b)
     else:
         assert a == b
+
+
+def assert_resumed_at_its_end_reports_the_same(run, straight, tmp_path):
+    """`run` is the script's, `straight` the JSON of a finished run."""
+    result = run(f"--resume {straight['run']}/checkpoint.pt", tmp_path)
+    for key in ("global_step", "success_rate", "episodic_return"):
+        assert result[key] == straight[key]
