@@ -114,6 +114,26 @@ def test_reset_mask_starts_only_some_episodes_anew():
     np.testing.assert_array_equal(env._steps, [1, 0, 1])
 
 
+def test_an_episode_that_has_ended_stands_still_until_it_is_reset():
+    env = start(BitFlipVectorEnv(2, n=2), bits("00"), np.stack([bits("10"), bits("11")]))
+    env.step([0, 0])  # the first episode meets its goal
+    env.step([1, 0])  # the second one is out of steps
+    obs, reward, terminated, truncated, _ = env.step([1, 1])
+    np.testing.assert_array_equal(obs["observation"], [[1, 0], [0, 0]])
+    assert (reward.tolist(), terminated.tolist(), truncated.tolist()) == ([0, 0], [True, False], [False, True])
+    before, _ = env.reset(seed=3, options={"reset_mask": np.array([False, True])})
+    obs, _, _, truncated, _ = env.step([1, 1])
+    np.testing.assert_array_equal(obs["observation"] ^ before["observation"], [[0, 0], [0, 1]])
+    assert truncated.tolist() == [False, False]
+
+
+def test_a_single_episode_starts_as_its_reset_says():
+    env = BitFlipEnv(n=1)
+    starts = [env.reset(seed=seed) for seed in range(20)]
+    met = [bool(obs["observation"] == obs["desired_goal"]) for obs, _ in starts]
+    assert [info["is_success"] for _, info in starts] == met and len(set(met)) == 2
+
+
 def test_the_picture_shows_bits_goal_and_what_is_wrong():
     picture = start(BitFlipEnv(n=3, render_mode="rgb_array"), bits("010"), bits("011")).render()
     assert picture.shape == (48, 48, 3) and picture.dtype == np.uint8
