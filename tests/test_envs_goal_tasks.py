@@ -66,6 +66,17 @@ def test_point_moves_by_the_clipped_action_and_is_rewarded_near_the_goal():
     assert truncated and not terminated
 
 
+def test_each_episode_of_a_batch_has_its_goal_given_or_drawn_at_the_distance():
+    env = PointVectorEnv(2)
+    env.reset(options={"goal": [[0.05, 0], [0, 2]]})
+    _, reward, _, _, info = env.step([[0, 0], [0, 0]])
+    assert reward.tolist() == [pytest.approx(0.95), 0.0] and info["is_success"].tolist() == [True, False]
+    env = PointVectorEnv(50, goal_distance=3.5)
+    goals, again, others = (env.reset(seed=seed)[1]["goal"] for seed in (1, 1, 2))
+    np.testing.assert_allclose(np.linalg.norm(goals, axis=-1), 3.5, rtol=1e-6)
+    assert (goals == again).all() and (goals != others).any() and (goals[:, 1] > 0).all()
+
+
 def test_rewards_of_a_batch_under_other_goals_in_numpy_and_torch():
     states = np.float32([[[0, 0], [3, 4]], [[1, 1], [1, 1.5]]])
     goals = np.float32([[[0, 0.1], [0, 0]], [[1, 1], [1, 1.25]]])
@@ -172,12 +183,18 @@ def test_a_flailing_ant_stays_below_the_goals():
 
 def test_the_picture_of_a_point_task_shows_the_goal_and_the_point():
     env = PointEnv(render_mode="rgb_array", goal_distance=2.0)
-    env.reset(options={"goal": [0, 2]})
+    env.reset(options={"goal": [1.6, 1.2]})
+    for _ in range(5):
+        env.step([-0.1, 0])
     picture = env.render()
     assert picture.shape == (256, 256, 3) and picture.dtype == np.uint8
-    assert picture[128, 128].tolist() == [200, 60, 50]  # the point, in the middle
-    top = round(127.5 - 127.5 * 2 / 2.6)
-    assert picture[top, 128].tolist() == [120, 190, 110] and picture[255 - top, 128].tolist() == [250, 250, 250]
+
+    def color(x, y):  # 2.6 m to each side
+        return picture[round(127.5 * (1 - y / 2.6)), round(127.5 * (1 + x / 2.6))].tolist()
+
+    assert color(-0.5, 0) == [200, 60, 50] and color(0, 0) == [250, 250, 250]  # the point has left the middle
+    assert color(1.6, 1.2) == [120, 190, 110] and color(-1.6, 1.2) == [180, 180, 180]  # goal; goals' half circle
+    assert color(-1.6, -1.2) == [250, 250, 250]
 
 
 @pytest.mark.parametrize("name", ["Wheeled", "Ant"])
