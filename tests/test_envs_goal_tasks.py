@@ -170,6 +170,17 @@ def test_wheeled_goals_can_be_reached_at_every_angle_and_not_by_chance():
     env.close()
 
 
+def test_starts_of_wheeled_and_ant():
+    cart, _ = WheeledVectorEnv(2).reset(seed=0)
+    np.testing.assert_array_equal(cart, np.zeros((2, 12)))  # at rest, facing along x
+    env = AntVectorEnv(50)
+    ant, _ = env.reset(seed=0)
+    assert (ant[:, :2] == 0).all()
+    assert 0.08 < ant[:, 15:29].std() < 0.12 and 0.9 < ant[:, 7:15].std(0).max() / (0.2 / 12**0.5) < 1.2
+    env.step(np.zeros((50, 8)))
+    assert [data.time for data in env._data] == [pytest.approx(0.05)] * 50  # 5 steps of 0.01 s
+
+
 def test_a_flailing_ant_stays_below_the_goals():
     env, rng = AntVectorEnv(8), np.random.default_rng(0)
     obs, _ = env.reset(seed=0)
