@@ -50,21 +50,24 @@ def measure(name, ours, sb3, args, repeats):
 
 
 def measure_pearl(args, repeats):
-    """Print updates a second of the script without and with relabelling and of the plain update, and the ratios."""
-    print(f"pearl_htr_ser.py: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; updates a second", flush=True)
-    gains, costs = [], []
+    """Print updates a second of PEARL, of both ways of relabelling and of the plain update, and the ratios."""
+    print(f"pearl_htr_*.py: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; updates a second", flush=True)
+    ratios = {"K = 0 to plain": [], "time with SER to K = 0": [], "time with EC to SER": []}
     for i in range(repeats):
-        (pearl, memory), (htr, htr_memory) = (speed_pearl_htr.script(args, k) for k in (0, 0.3))
+        sides = {
+            "K = 0": speed_pearl_htr.script(args, 0),
+            "SER, K = 0.3": speed_pearl_htr.script(args, 0.3),
+            "EC, K = 0.3": speed_pearl_htr.script(args, 0.3, speed_pearl_htr.EC),
+        }
         plain = speed_pearl_htr.plain(args)
-        gains.append(pearl / plain)
-        costs.append(pearl / htr)
-        said = f"{i + 1}: K = 0 {pearl:.1f} ({memory:.0f} MiB), K = 0.3 {htr:.1f} ({htr_memory:.0f} MiB)"
-        print(
-            f"{said}, plain {plain:.1f}; K = 0 to plain {gains[-1]:.2f}, time with K = 0.3 to K = 0 {costs[-1]:.2f}",
-            flush=True,
-        )
-    print(f"pearl_htr_ser.py: median ratio to plain {statistics.median(gains):.2f}", flush=True)
-    print(f"pearl_htr_ser.py: median ratio of time with relabelling {statistics.median(costs):.2f}", flush=True)
+        (pearl, _), (ser, _), (ec, _) = sides.values()
+        for name, ratio in zip(ratios, (pearl / plain, pearl / ser, ser / ec)):
+            ratios[name].append(ratio)
+        said = ", ".join(f"{name} {speed:.1f} ({memory:.0f} MiB)" for name, (speed, memory) in sides.items())
+        print(f"{i + 1}: {said}, plain {plain:.1f}", flush=True)
+    for name, values in ratios.items():
+        listed = ", ".join(f"{value:.2f}" for value in values)
+        print(f"pearl_htr_*.py: {name} {listed}; median {statistics.median(values):.2f}", flush=True)
 
 
 def main(args: Args):

@@ -1,4 +1,4 @@
-"""Updates a second of pearl_htr_ser.py: against a PEARL update as one would write it first, and with HTR or without.
+"""Updates a second of pearl_htr_ser.py and pearl_htr_ec.py: with HTR or without, and against a plain PEARL update.
 
 The plain update has the networks, sizes and losses of the script, but samples each task of the meta-batch by itself
 with numpy, has a module call, a backward pass and an optimizer for each loss, and `torch.distributions` for the policy.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "pearl_htr_ser.py"
+SCRIPT, EC = ROOT / "pearl_htr_ser.py", ROOT / "pearl_htr_ec.py"
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Args:
     updates: int = 400
     """updates of a measurement"""
     flags: str = "--env-id PointGoal-v0"
-    """flags of pearl_htr_ser.py that set the task and the sizes, for all sides"""
+    """flags of the scripts that set the task and the sizes, for all sides"""
 
 
 def script(args, relabel_prob, name=SCRIPT):

@@ -294,6 +294,22 @@ def test_a_run_makes_updates_and_evaluates(straight):
     assert (distance[stored] == 0).all() and saved["end"].sum() == 256 == saved["filed"].max()
 
 
+def test_duplicates_of_both_strategies_by_one_command(straight, tmp_path, capsys):
+    import duplicates
+
+    theirs = run(ser, SMALL + " --relabel-prob 0.5 --save-model", tmp_path)
+    checkpoints = [f"{line['run']}/checkpoint.pt" for line in (theirs, straight)]
+    assert duplicates.main(duplicates.Args(checkpoints=checkpoints, batches=20)) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [words[0] for words in said] == ["pearl_htr_ser:", "pearl_htr_ec:"]
+    # SER draws n of the 6 transitions of one episode: 6 (1 - (5 / 6)^n) different ones
+    for words, n in ((said[0][5], 16), (said[0][-1], 32)):
+        assert float(words.strip(",")) == pytest.approx(1 - 6 * (1 - (5 / 6) ** n) / n, abs=0.01)
+    assert float(said[1][5].strip(",")) < float(said[0][5].strip(",")) and float(said[1][-1]) < float(said[0][-1])
+    with pytest.raises(duplicates.Refused, match="policy alone"):
+        duplicates.shares(f"{straight['run']}/model.pt", 1)
+
+
 def test_with_k_0_it_is_the_same_plain_pearl_as_ser(straight, tmp_path):
     plain = SMALL + " --relabel-prob 0"
     theirs = run(ser, plain, tmp_path)
