@@ -147,3 +147,15 @@ def stale(experiment, variant, curves, despite=()):
     except Refused as e:
         return [str(e)]
     return sorted({each for curve in curves for each in differences(curve.about["args"], now, despite)})
+
+
+def load_pearl(path):
+    """Which of the two PEARL scripts wrote this model.pt or checkpoint.pt, as a module, and the file's content."""
+    sys.path.append(str(ROOT))
+    for name in ("pearl_htr_ser", "pearl_htr_ec"):
+        script = importlib.import_module(name)
+        try:
+            return script, script.load(path)
+        except script.BadInput as e:
+            refused = e
+    raise Refused(str(refused))

@@ -5,15 +5,14 @@
 takes checkpoints of both scripts, with their replay, and draws meta-batches in which every slot has a hindsight task.
 """
 
-import importlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Tuple
 
 import torch
 import tyro
-from experiments import ROOT, Refused, command_line
+from curves import load_pearl
+from experiments import Refused, command_line
 
 
 @dataclass
@@ -26,22 +25,14 @@ class Args:
 
 def shares(checkpoint, batches):
     """Name of the script, and the mean share of repeated transitions in contexts and in RL batches."""
-    sys.path.append(str(ROOT))
-    ec = importlib.import_module("pearl_htr_ec")
-    for name in ("pearl_htr_ser", "pearl_htr_ec"):
-        script = importlib.import_module(name)
-        try:
-            saved = script.load(checkpoint)
-            break
-        except script.BadInput as e:
-            reason = e
-    else:
-        raise Refused(str(reason))
+    script, saved = load_pearl(checkpoint)
     if "replay" not in saved:
         raise Refused(f"{checkpoint} is a policy alone: a checkpoint.pt is needed")
     args, generator = saved["args"], torch.Generator().manual_seed(0)
     task = script.Task(args)
     sizes = args.num_train_tasks, args.buffer_size // task.horizon, task.horizon, task.obs_dim, task.action_dim
+    import pearl_htr_ec as ec  # load_pearl has made the scripts importable
+
     if script is ec:
         rb = ec.ClusteredReplay(*sizes, torch.device("cpu"))
         rb.load_state_dict(saved["replay"])
@@ -57,7 +48,7 @@ def shares(checkpoint, batches):
         everywhere = torch.ones(args.meta_batch_size, dtype=torch.bool)
         parts = script.sample(rb, tasks, goals[tasks], everywhere, args, generator)
         total += torch.tensor([ec.duplicate_share(obs, action) for obs, action, _, _ in parts])
-    return name, *(total / batches).tolist()
+    return script.__name__, *(total / batches).tolist()
 
 
 def main(args: Args):

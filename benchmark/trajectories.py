@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 import tyro
-from experiments import ROOT, Refused, command_line
+from curves import load_pearl
+from experiments import Refused, command_line
 
 
 @dataclass
 class Args:
     policy: tyro.conf.Positional[Path]
-    """model.pt or checkpoint.pt of pearl_htr_ser.py"""
+    """model.pt or checkpoint.pt of pearl_htr_ser.py or pearl_htr_ec.py"""
     output: tyro.conf.Positional[Path]
     """PNG to write"""
     tasks: int = 4
@@ -22,20 +23,12 @@ class Args:
 
 
 def main(args: Args):
-    import sys
-
     import matplotlib
-
-    sys.path.append(str(ROOT))
-    import pearl_htr_ser as pearl
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    try:
-        saved = pearl.load(args.policy)
-    except pearl.BadInput as e:
-        raise Refused(str(e)) from e
+    pearl, saved = load_pearl(args.policy)
     trained = saved["args"]
     if trained.env_id != "PointGoal-v0":
         raise Refused(f"{args.policy} was trained on {trained.env_id}: only paths of PointGoal-v0 can be drawn")
