@@ -119,8 +119,8 @@ class Args:
     cell_size: Optional[float] = None
     """side of a cell of the grid over achieved positions, in m; episodes with hindsight tasks in the same cell share a
     buffer; None: the goal radius"""
-    cell_choice: Literal["episode", "cell"] = "episode"
-    """a hindsight buffer is drawn as that of a random episode, or each filled cell is as likely as any other"""
+    cell_choice: Literal["cell", "episode"] = "cell"
+    """each filled cell is as likely as any other, or a hindsight buffer is drawn as that of a random episode"""
     exploratory_share: float = 0.5
     """share of a hindsight buffer's batches that stays with the slot's real task, relabelled and mostly without reward
     (Sec. 4 and supplement: a mix as in real buffers is important)"""

@@ -290,13 +290,17 @@ HTR |= {
     )
     for name, env_id in (("point", "PointGoal-v0"), ("wheeled", "WheeledGoal-v0"))
 }
-HTR["point-easy"] = Experiment(
-    claim="HTR Fig. 11: with near goals (0.5 m) chance finds reward, and PEARL learns from it without HTR",
-    script=SER,
-    arguments="--env-id PointGoal-v0 --goal-distance 0.5",
-    variants={"pearl": "--relabel-prob 0", "ser": ""},
-    charts=HTR_CHARTS,
-)
+NEAR = "--env-id PointGoal-v0 --horizon 20 --gradient-steps 70 --kl-warmup 100000 --eval-frequency 24000"
+for name, distance, steps in (("point-easy", 0.5, 240_000), ("point-near", 1, 600_000)):
+    HTR[name] = Experiment(
+        claim=f"HTR Fig. 11, goals {distance} m away: chance finds reward, and PEARL learns from it without HTR",
+        script=SER,
+        arguments=f"{NEAR} --goal-distance {distance} --total-timesteps {steps}",
+        variants={"pearl": "--relabel-prob 0", "ser": "", "ec": ""},
+        script_of={"ec": EC},
+        charts=HTR_CHARTS,
+        cost="8 to 20 min beside other runs",
+    )
 
 EXPERIMENTS = BITFLIP | FETCH | HTR
 

@@ -313,7 +313,7 @@ def test_duplicates_of_both_strategies_by_one_command(straight, tmp_path, capsys
 def test_with_k_0_it_is_the_same_plain_pearl_as_ser(straight, tmp_path):
     plain = SMALL + " --relabel-prob 0"
     theirs = run(ser, plain, tmp_path)
-    for choice in ("", " --cell-choice cell"):
+    for choice in ("", " --cell-choice episode"):
         ours = run(pearl, plain + choice, tmp_path)
         assert curve(ours["run"]) == curve(theirs["run"]) != curve(straight["run"])
         for key in ("agent", "optimizer"):
@@ -349,7 +349,7 @@ def test_the_evaluation_leaves_training_alone_and_a_saved_agent_adapts(straight,
 def test_every_choice_changes_the_run(tmp_path):
     """No flag of the strategy is without effect."""
     short = SMALL + " --relabel-prob 0.5 --total-timesteps 300 --eval-frequency 300 "
-    choices = ("", "--cell-size 0.1", "--cell-choice cell", "--exploratory-share 0.2", "--hindsight final")
+    choices = ("", "--cell-size 0.1", "--cell-choice episode", "--exploratory-share 0.2", "--hindsight final")
     states = [state(run(pearl, short + choice, tmp_path)["run"]) for choice in choices]
     policies = [each["agent"]["policy.0.weight"].flatten() for each in states]
     assert len(torch.stack(policies).unique(dim=0)) == len(choices)
