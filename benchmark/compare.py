@@ -3,10 +3,14 @@
     python benchmark/compare.py bitflip --only 'n(10|30)-her' --workers 2
     python benchmark/compare.py fetchpush --candidate FOLDER    # EXPERIMENT/VARIANT/seed-N in it, as run.py keeps them
     python benchmark/compare.py --stale                         # stored curves whose commands do something else today
+    python benchmark/compare.py fetchpush --candidate FOLDER --despite gamma --accept "why gamma was changed"
 
 Exit status: 0 as good as the stored curves or better, or nothing stale; 1 worse, or stale; 2 could not judge.
 """
 
+import datetime
+import os
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -44,6 +48,9 @@ class Args:
     not told from chance"""
     despite: tuple[str, ...] = ()
     """arguments that may differ from the stored ones, to judge a change of defaults (example: batch_size)"""
+    accept: str = ""
+    """reason for which --candidate's curves replace the stored ones, whatever the verdict; it and the verdict
+    are appended to CHANGELOG.md beside the curves, and the status is 0"""
     curves: Path = CURVES
     """folder of the stored curves"""
     stale: bool = False
@@ -118,12 +125,29 @@ def compare(name, variants, candidate, args):
             refuse_unequal(stored, new, args.despite)
         except Refused as e:
             verdicts.append("REFUSED")
-            print(f"{name} {variant}: could not judge: {e}", file=sys.stderr)
-            continue
-        verdict, sentence = judge(stored, new)
-        verdicts.append(verdict)
-        print(f"{name} {variant}: {verdict}: {sentence}", flush=True)
+            judgement = f"could not judge: {e}"
+        else:
+            verdict, sentence = judge(stored, new)
+            verdicts.append(verdict)
+            judgement = f"{verdict}: {sentence}"
+        refused = verdicts[-1] == "REFUSED"
+        print(f"{name} {variant}: {judgement}", file=sys.stderr if refused else sys.stdout, flush=True)
+        if args.accept:
+            accept(name, variant, judgement, args)
+    if args.accept:
+        return 0
     return 1 if "REGRESSION" in verdicts else 2 if {"REFUSED", "INCONCLUSIVE"} & set(verdicts) else 0
+
+
+def accept(name, variant, judgement, args):
+    """Put the candidate's curves of a variant in place of the stored ones, and say so in the changelog."""
+    place, new = args.curves / name / variant, args.curves / name / f"{variant}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.copytree(args.candidate / name / variant, new)
+    shutil.rmtree(place, ignore_errors=True)
+    os.replace(new, place)
+    with open(args.curves / "CHANGELOG.md", "a") as file:
+        file.write(f"- {datetime.date.today()}, {name} {variant}: {args.accept}. It was judged: {judgement}\n")
 
 
 def list_stale(args):
@@ -147,6 +171,10 @@ def main(args: Args):
     _, variants = select(args.experiment, args.only)
     if args.candidate and not args.candidate.is_dir():
         raise Refused(f"{args.candidate} is not a folder")
+    if args.accept and not args.candidate:
+        raise Refused("--accept needs the curves to accept: --candidate FOLDER")
+    if args.accept and (missing := [v for v in variants if not read_all(args.candidate, args.experiment, v)]):
+        raise Refused(f"{args.candidate} has no curves of {args.experiment} {missing[0]}: choose variants with --only")
     if args.workers < 1:
         raise Refused(f"--workers must be at least 1, not {args.workers}")
     if args.candidate:

@@ -185,6 +185,24 @@ def test_neutral_and_named_arguments_may_differ(gate):
     assert gate(batch_size=64, options={"despite": ("batch-size",)})[0] == 0
 
 
+def test_accepted_curves_replace_the_stored_ones_and_the_reason_is_kept(gate, stored, capsys):
+    import compare
+    from curves import read_all
+
+    candidate = stored.parent / "candidate"
+    assert gate(lambda seed: learning(seed, best=0.8), options={"accept": "a new task"})[0] == 0
+    assert [curve.seed for curve in read_all(stored, "bitflip-smoke", "her")] == list(SEEDS)
+    assert sorted(path.name for path in (stored / "bitflip-smoke").iterdir()) == ["her"]
+    assert gate(seeds=(1, 2), options={"accept": "for lack of time"})[0] == 0  # too few to be judged
+    lines = (stored / "CHANGELOG.md").read_text().splitlines()
+    assert "bitflip-smoke her: a new task. It was judged: REGRESSION: learns worse" in lines[0]
+    assert "for lack of time. It was judged: could not judge: 2 new seeds are too few" in lines[1] and len(lines) == 2
+    for options, message in (({}, "--accept needs"), ({"candidate": stored / "bitflip-smoke"}, "has no curves of")):
+        with pytest.raises(compare.Refused, match=message):
+            compare.main(compare.Args("bitflip-smoke", accept="why", curves=stored, **options))
+    assert [curve.seed for curve in read_all(stored, "bitflip-smoke", "her")] == [1, 2] and candidate.is_dir()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
