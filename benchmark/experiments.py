@@ -257,7 +257,12 @@ FETCH |= {
 # -------------------------------------------------------------------------------------------------------- HTR, PEARL
 SER, EC = "pearl_htr_ser.py", "pearl_htr_ec.py"
 HTR_CHARTS = ("charts/hindsight_task_distance", "charts/real_reward", "charts/hindsight_reward")
-COMPARED = {"pearl": "--relabel-prob 0", "oracle": "--relabel-prob 0 --reward dense", "ser": "", "ec": ""}
+COMPARED = {
+    "pearl": "--relabel-prob 0",
+    "oracle": "--relabel-prob 0 --reward dense",
+    "ser": "",
+    "ec": "--relabel-prob 0.3 --kl-warmup 3000000",
+}
 
 HTR = {
     name: Experiment(

@@ -107,6 +107,8 @@ def main(args: Args):
     metric = args.metric or select(args.experiments[0])[0].metric
     x = "minutes" if args.wall else "adaptation episode" if args.adaptation else "environment steps"
     axes.set(xlabel=x, ylabel=metric, title=args.title or ", ".join(args.experiments))
+    if args.adaptation:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     if "success" in metric:
         axes.set(ylim=(-0.02, 1.05))
     axes.grid(alpha=0.3)
