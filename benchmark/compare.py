@@ -5,7 +5,8 @@
     python benchmark/compare.py --stale                         # stored curves whose commands do something else today
     python benchmark/compare.py fetchpush --candidate FOLDER --despite gamma --accept "why gamma was changed"
 
-Exit status: 0 as good as the stored curves or better, or nothing stale; 1 worse, or stale; 2 could not judge.
+Exit status: 0 as good as the stored curves or better, accepted, or nothing stale; 1 worse, or stale; 2 could not
+judge.
 """
 
 import datetime

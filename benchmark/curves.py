@@ -108,15 +108,20 @@ def interval(statistic, *samples):
 
 
 # ------------------------------------------------------------------------------------------------------------- stale
+def import_script(name):
+    """A script of the repository's root as a module."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    return importlib.import_module(name)
+
+
 def args_now(experiment, variant):
     """Arguments, a dict, that the experiment's command gives its script today."""
     described = EXPERIMENTS[experiment]
     name, flags = described.script_name(variant), described.flags(variant)
     if not (ROOT / name).exists():
         raise Refused(f"{name} is not there")
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-    script = importlib.import_module(Path(name).stem)
+    script = import_script(Path(name).stem)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return dataclasses.asdict(tyro.cli(script.Args, args=flags))
@@ -151,11 +156,8 @@ def stale(experiment, variant, curves, despite=()):
 
 def load_pearl(path):
     """Which of the two PEARL scripts wrote this model.pt or checkpoint.pt, as a module, and the file's content."""
-    sys.path.append(str(ROOT))
     for name in ("pearl_htr_ser", "pearl_htr_ec"):
-        script = importlib.import_module(name)
-        try:
+        script = import_script(name)
+        with contextlib.suppress(script.BadInput):
             return script, script.load(path)
-        except script.BadInput as e:
-            refused = e
-    raise Refused(str(refused))
+    raise Refused(f"{path} is no whole, readable model.pt or checkpoint.pt of pearl_htr_ser.py or pearl_htr_ec.py")

@@ -11,7 +11,7 @@ from typing import Tuple
 
 import torch
 import tyro
-from curves import load_pearl
+from curves import import_script, load_pearl
 from experiments import Refused, command_line
 
 
@@ -25,14 +25,12 @@ class Args:
 
 def shares(checkpoint, batches):
     """Name of the script, and the mean share of repeated transitions in contexts and in RL batches."""
-    script, saved = load_pearl(checkpoint)
+    (script, saved), ec = load_pearl(checkpoint), import_script("pearl_htr_ec")
     if "replay" not in saved:
         raise Refused(f"{checkpoint} is a policy alone: a checkpoint.pt is needed")
     args, generator = saved["args"], torch.Generator().manual_seed(0)
     task = script.Task(args)
     sizes = args.num_train_tasks, args.buffer_size // task.horizon, task.horizon, task.obs_dim, task.action_dim
-    import pearl_htr_ec as ec  # load_pearl has made the scripts importable
-
     if script is ec:
         rb = ec.ClusteredReplay(*sizes, torch.device("cpu"))
         rb.load_state_dict(saved["replay"])

@@ -189,6 +189,7 @@ FETCH = {
         arguments="--env-id FetchReach-v4 --total-timesteps 10000 --eval-frequency 1000 --eval-episodes 50 "
         "--past-goals 0",
         variants={name: f"--strategy {name}" for name in (*STRATEGIES, "none")},
+        cost="3 to 5 min beside other runs",
     ),
 }
 for name, task in (("push", "Push"), ("slide", "Slide"), ("pickandplace", "PickAndPlace")):
@@ -266,19 +267,19 @@ COMPARED = {
 
 HTR = {
     name: Experiment(
-        claim=f"HTR {figures}, {name}: from sparse reward alone, HTR learns about as well as the oracle with dense "
+        claim=f"HTR Figs. 4 to 6, {name}: from sparse reward alone, HTR learns about as well as the oracle with dense "
         "reward, in meta-training and by adaptation episode, where PEARL stays near zero; SER about equals EC",
         script=SER,
         arguments=task,
         variants=COMPARED,
         script_of={"ec": EC},
-        cost="about 90 min on a core of its own for Point; not measured for Wheeled",
+        cost=cost,
         charts=HTR_CHARTS,
         paper="its text gives no returns",
     )
-    for name, task, figures in (
-        ("point", "--env-id PointGoal-v0 --goal-distance 2 --horizon 60", "Figs. 4 to 6"),
-        ("wheeled", "--env-id WheeledGoal-v0", "Figs. 4 to 6"),
+    for name, task, cost in (
+        ("point", "--env-id PointGoal-v0 --goal-distance 2 --horizon 60", "about 90 min on a core of its own"),
+        ("wheeled", "--env-id WheeledGoal-v0", "not measured"),
     )
 }
 HTR |= {
@@ -296,7 +297,10 @@ HTR |= {
     for name, env_id in (("point", "PointGoal-v0"), ("wheeled", "WheeledGoal-v0"))
 }
 NEAR = "--env-id PointGoal-v0 --horizon 20 --gradient-steps 70 --kl-warmup 100000 --eval-frequency 24000"
-for name, distance, steps in (("point-easy", 0.5, 240_000), ("point-near", 1, 600_000)):
+for name, distance, steps, cost in (
+    ("point-easy", 0.5, 240_000, "10 to 14 min beside other runs"),
+    ("point-near", 1, 600_000, "not measured"),
+):
     HTR[name] = Experiment(
         claim=f"HTR Fig. 11, goals {distance} m away: chance finds reward, and PEARL learns from it without HTR",
         script=SER,
@@ -304,7 +308,7 @@ for name, distance, steps in (("point-easy", 0.5, 240_000), ("point-near", 1, 60
         variants={"pearl": "--relabel-prob 0", "ser": "", "ec": ""},
         script_of={"ec": EC},
         charts=HTR_CHARTS,
-        cost="8 to 20 min beside other runs",
+        cost=cost,
     )
 
 EXPERIMENTS = BITFLIP | FETCH | HTR

@@ -185,7 +185,7 @@ def test_neutral_and_named_arguments_may_differ(gate):
     assert gate(batch_size=64, options={"despite": ("batch-size",)})[0] == 0
 
 
-def test_accepted_curves_replace_the_stored_ones_and_the_reason_is_kept(gate, stored, capsys):
+def test_accepted_curves_replace_the_stored_ones_and_the_reason_is_kept(gate, stored):
     import compare
     from curves import read_all
 
