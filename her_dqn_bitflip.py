@@ -460,7 +460,7 @@ def train(args, saved):
         rng = np.random.default_rng([args.seed, REPLAY, progress.cycle])
         batch, hindsight = rb.sample(args.gradient_steps * args.batch_size, args.strategy, args.k, rng)
         outcome = batch["next_observation"], batch["desired_goal"], {}  # the state after the step (Algorithm 1)
-        batch["reward"] = envs.compute_reward(*outcome)
+        batch["reward"] = envs.compute_reward(*outcome).astype(np.float32)
         batch["terminated"] = envs.compute_terminated(*outcome).astype(np.float32)
         data = {key: torch.from_numpy(value).to(device) for key, value in batch.items()}
         inputs = q_network.inputs(data["observation"], data["desired_goal"])

@@ -36,7 +36,7 @@ class BitFlip:
     def compute_reward(self, achieved_goal, desired_goal, info):
         """-[s != g] of the state after the step, or -||s - g||^2 if shaped (Sec. 3.1). (..., n) -> (...)."""
         wrong = np.count_nonzero(np.not_equal(achieved_goal, desired_goal), axis=-1)
-        return np.float32(0) - (wrong if self.shaped else wrong > 0)
+        return np.float32(0) - np.float32(wrong if self.shaped else wrong > 0)
 
     def compute_terminated(self, achieved_goal, desired_goal, info):
         """Whether a step to this state ends the episode. (..., n) -> (...)."""

@@ -63,7 +63,9 @@ def test_rewards_of_batches():
     for env in (BitFlipEnv(n=2), BitFlipVectorEnv(7, n=2)):
         np.testing.assert_array_equal(env.compute_reward(achieved, desired, {}), np.float32([0, -1, -1]))
         np.testing.assert_array_equal(env.compute_terminated(achieved, desired, {}), [True, False, False])
-    np.testing.assert_array_equal(BitFlipEnv(n=2, shaped=True).compute_reward(achieved, desired, {}), [0, -1, -2])
+    for env in (BitFlipEnv(n=2, shaped=True), BitFlipVectorEnv(7, n=2, shaped=True)):
+        shaped = env.compute_reward(achieved, desired, {})
+        assert shaped.dtype == np.float32 and shaped.tolist() == [0, -1, -2]
     assert not BitFlipEnv(n=2, terminate=False).compute_terminated(achieved, desired, {}).any()
 
 

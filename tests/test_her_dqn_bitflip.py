@@ -213,6 +213,11 @@ def test_eight_bits_are_solved_and_the_run_leaves_what_the_interface_says(straig
     np.testing.assert_allclose(np.mean(shares), 0.8, atol=0.01)
 
 
+def test_the_shaped_reward_trains(tmp_path):
+    result = run(SMALL + " --reward shaped", tmp_path)
+    assert result["success_rate"] == 1.0 and result["episodic_return"] < -5  # not -1 a step: it starts 4 bits off
+
+
 def test_without_hindsight_20_bits_are_not_found(tmp_path):
     arguments = "--n-bits 20 --total-timesteps 8000 --eval-frequency 8000 --batch-size 64 --no-cuda"
     result = run(arguments + " --strategy none", tmp_path)
