@@ -110,6 +110,8 @@ class Args:
     """transitions of a task in an update's RL batch (PEARL: 256)"""
     context_size: int = 64
     """transitions in a context, of an update and of a test (PEARL, in training: 1024)"""
+    context: Literal["episode", "all"] = "episode"
+    """where these come from: one episode, in a test the one with the most reward so far; or all of them (PEARL)"""
     relabel_prob: float = 0.5
     """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5; paper: 0.1 or 0.3); 0: plain PEARL"""
     relabel_per: Literal["slot", "update"] = "slot"
@@ -249,12 +251,13 @@ class ReplayBuffer:
         self.capacity, self.horizon = capacity, horizon
         self.obs = torch.zeros(num_tasks, capacity, horizon + 1, obs_dim, device=device)
         self.actions = torch.zeros(num_tasks, capacity, horizon, action_dim, device=device)
+        self.returns = torch.zeros(num_tasks, capacity, device=device)  # sparse return under the task that was played
         self.end, self.context_start = torch.zeros(2, num_tasks, dtype=torch.long, device=device)
 
-    def add(self, tasks, obs, actions):
-        """An episode for each of these (different) tasks: obs (tasks, T + 1, dim), actions (tasks, T, dim)."""
+    def add(self, tasks, obs, actions, returns):
+        """An episode for each of these (different) tasks: obs (tasks, T + 1, dim), actions (tasks, T, dim), return."""
         rows = self.end[tasks] % self.capacity
-        self.obs[tasks, rows], self.actions[tasks, rows] = obs, actions
+        self.obs[tasks, rows], self.actions[tasks, rows], self.returns[tasks, rows] = obs, actions, returns
         self.end[tasks] += 1
 
     def transitions(self, tasks, episodes, steps):
@@ -270,13 +273,21 @@ class ReplayBuffer:
             first = torch.maximum(first, self.context_start[tasks, None])
         return first + (random((len(tasks), n), generator) * (end - first)).long()
 
+    def draw_context_episode(self, tasks, n, generator):
+        """A recent episode for each task, (tasks, 1): the best of 1 to n random ones, as in a test that has so many."""
+        episodes = self.draw_episodes(tasks, n, generator, recent=True)
+        last = (random((len(tasks), 1), generator) * n).long()
+        unseen = torch.arange(n, device=tasks.device) > last
+        returns = self.returns[tasks[:, None], episodes % self.capacity].masked_fill(unseen, -1)
+        return episodes.gather(1, returns.argmax(1, keepdim=True))
+
     def draw_steps(self, shape, generator):
         return (random(shape, generator) * self.horizon).long()
 
     def state_dict(self):
         used = min(int(self.end.max()), self.capacity)
         # A view would be saved with all of the memory behind it.
-        state = {"obs": self.obs[:, :used].clone(), "actions": self.actions[:, :used].clone()}
+        state = {key: getattr(self, key)[:, :used].clone() for key in ("obs", "actions", "returns")}
         return {"end": self.end, "context_start": self.context_start} | state
 
     def load_state_dict(self, state):
@@ -319,6 +330,9 @@ def sample(rb, tasks, goals, relabel, args, generator):
     relabel = relabel[:, None]
     for size, recent in ((args.context_size, True), (args.batch_size, False)):
         episodes = rb.draw_episodes(tasks, size, generator, recent)
+        if recent and args.context == "episode":
+            n = args.prior_episodes + args.posterior_episodes
+            episodes = torch.where(relabel, episodes, rb.draw_context_episode(tasks, n, generator))
         if args.relabel_scope == "episode" or args.relabel_scope == "context" and recent:
             episodes = torch.where(relabel, one_episode, episodes)
         new_goal = hindsight_goal
@@ -346,21 +360,27 @@ def play_episodes(envs, agent, z, goals, seed, deterministic=False):
     return torch.stack(observations, 1), torch.stack(actions, 1)
 
 
-def infer(agent, obs, actions, goals, sparse_reward, context_size, generator):
+def infer(agent, obs, actions, goals, sparse_reward, args, generator):
     """A sample of z, (tasks, latent), from the posterior of episodes, obs (tasks, episodes, T + 1, dim).
 
-    Its context is `context_size` random transitions, as in training: the width of a product of Gaussians depends on
-    their number.
+    Its context is as in training, with `--context-size` random transitions, as the width of a product of Gaussians
+    depends on their number, and with `--context episode` of one episode: among all, its reward would hardly be drawn.
     """
-    rows = context_rows(obs[:, :, :-1], actions, obs[:, :, 1:], goals[:, None, None], sparse_reward).flatten(1, 2)
-    index = (random((len(rows), context_size), generator) * rows.shape[1]).long()
+    rows = context_rows(obs[:, :, :-1], actions, obs[:, :, 1:], goals[:, None, None], sparse_reward)
+    if args.context == "episode":
+        returns = rows[..., -1].sum(-1)
+        best = returns == returns.amax(1, keepdim=True)  # a random one of the best
+        episode = (best * random(returns.shape, generator)).argmax(1)
+        rows = rows[torch.arange(len(rows), device=rows.device), episode, None]
+    rows = rows.flatten(1, 2)
+    index = (random((len(rows), args.context_size), generator) * rows.shape[1]).long()
     with torch.no_grad():
         mean, variance = agent.posterior(rows[torch.arange(len(rows), device=rows.device)[:, None], index])
     return mean + variance.sqrt() * torch.randn(mean.shape, generator=generator, device=mean.device)
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-FORMAT = "pearl_htr_ser 1"  # HTR
+FORMAT = "pearl_htr_ser 2"  # HTR
 
 
 def save(path, content):
@@ -475,7 +495,7 @@ def collect(envs, agent, task, args, goals, prior_episodes, seeds, deterministic
             z = torch.randn((len(goals), args.latent_dim), generator=generator, device=device)
         else:
             played = torch.stack(obs, 1), torch.stack(actions, 1)
-            z = infer(agent, *played, goals, task.sparse_reward, args.context_size, generator)
+            z = infer(agent, *played, goals, task.sparse_reward, args, generator)
         played = play_episodes(envs, agent, z, goals, seed, deterministic)
         obs.append(played[0])
         actions.append(played[1])
@@ -574,14 +594,15 @@ def train(args, saved):
     started = time.time() - progress.wall_s
 
     def store(tasks, obs, actions):
-        """Add episodes of these tasks to the replay buffer; returns the share of them that met their goal."""
+        """Add episodes of these tasks to the replay buffer; returns the share that met their goal, and mean return."""
+        returns = task.sparse_reward(obs[:, :, 1:], actions, goals[tasks, None, None]).sum(-1)
         for episode in range(obs.shape[1]):
-            rb.add(tasks, obs[:, episode], actions[:, episode])
+            rb.add(tasks, obs[:, episode], actions[:, episode], returns[:, episode])
         met = ((obs[:, :, 1:, :2] - goals[tasks, None, None]).norm(dim=-1) < task.goal_radius).any(-1)
         for i, rewarded in zip(tasks.tolist(), met.any(-1).tolist()):
             progress.rewarded[i] |= rewarded
         progress.global_step += actions.shape[:3].numel()
-        return met.float().mean().item()
+        return met.float().mean().item(), returns.mean().item()
 
     def evaluate_policy(step):
         """Adapt to the test tasks. Their data train nothing."""
@@ -615,8 +636,7 @@ def train(args, saved):
         rb.context_start[tasks] = rb.end[tasks]
         seeds = [stream(args, TRAINING, progress.iteration, episode) for episode in range(cycle_episodes)]
         played = collect(envs, agent, task, args, goals[tasks], args.prior_episodes, seeds)
-        success = store(tasks, *played)
-        rewards = task.sparse_reward(played[0][:, :, 1:], played[1], goals[tasks, None, None])
+        success, episodic_return = store(tasks, *played)
         steps = progress.global_step - steps_before
 
         # ALGO LOGIC: learn from minibatches, some slots of them with a hindsight task
@@ -670,7 +690,7 @@ def train(args, saved):
             raise RunFailed(f"a loss is not a number at step {progress.global_step}; lower --learning-rate")
         progress.train_s += time.time() - iteration_started
         sps = progress.global_step / progress.train_s
-        scalars = {"charts/success_rate": success, "charts/episodic_return": rewards.sum(-1).mean().item()}
+        scalars = {"charts/success_rate": success, "charts/episodic_return": episodic_return}
         scalars["charts/SPS"] = sps
         scalars |= {"charts/updates_per_second": progress.updates / progress.train_s}
         (distance, hindsight_reward, hindsight), (_, real_reward, real) = sums.tolist()

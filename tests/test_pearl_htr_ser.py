@@ -81,10 +81,11 @@ def walk(task, episode):
 
 
 def replay(episodes=3, capacity=10):
-    rb = pearl.ReplayBuffer(2, capacity, T, 2, 2, CPU)
+    """Episode e of task i has the return 10 i + e."""
+    rb, tasks = pearl.ReplayBuffer(2, capacity, T, 2, 2, CPU), torch.tensor([0, 1])
     for episode in range(episodes):
-        both = [walk(task, episode) for task in (0, 1)]
-        rb.add(torch.tensor([0, 1]), torch.stack([obs for obs, _ in both]), torch.stack([a for _, a in both]))
+        obs, actions = (torch.stack(column) for column in zip(*(walk(task, episode) for task in (0, 1))))
+        rb.add(tasks, obs, actions, 10.0 * tasks + episode)
     return rb
 
 
@@ -97,7 +98,7 @@ def draw(rb, relabel, **changes):
 
 
 def test_transitions_are_whole_and_of_their_task():
-    for obs, action, next_obs, goal in draw(replay(), [False, False]):
+    for obs, action, next_obs, goal in draw(replay(), [False, False], context="all"):
         assert (next_obs[..., 0] == obs[..., 0] + 1).all() and (next_obs[..., 1] == obs[..., 1]).all()
         torch.testing.assert_close(action, next_obs / 1000)
         assert set(obs[0, :, 0].tolist()) == {0, 1, 2, 3}
@@ -139,13 +140,28 @@ def test_the_variants_that_the_paper_warns_of():
 def test_contexts_are_of_the_recent_episodes_and_the_ring_forgets_the_oldest():
     rb = replay(episodes=7, capacity=5)
     rb.context_start[:] = torch.tensor([5, 6])
-    context, batch = draw(rb, [False, False])
+    context, batch = draw(rb, [False, False], context="all")
     assert set(context[0][0, :, 1].tolist()) == {5, 6} and set(context[0][1, :, 1].tolist()) == {106}
     assert set(batch[0][0, :, 1].tolist()) == {2, 3, 4, 5, 6}
     again = pearl.ReplayBuffer(2, 5, T, 2, 2, CPU)
     again.load_state_dict(rb.state_dict())
     for one, other in zip(draw(rb, [True, False]), draw(again, [True, False])):
         assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def test_the_context_of_a_real_task_is_one_recent_episode_the_better_ones_more_often():
+    context, batch = draw(replay(), [False, False])
+    assert [len(set(context[0][slot, :, 1].tolist())) for slot in (0, 1)] == [1, 1]
+    assert set(context[0][0, :, 0].tolist()) == {0, 1, 2, 3}  # all its transitions
+    assert set(batch[0][1, :, 1].tolist()) == {100, 101, 102}  # the RL batch is of all episodes
+    rb = replay(episodes=7, capacity=5)
+    rb.context_start[:] = torch.tensor([3, 5])
+    # of two recent episodes, the best of 1 or 2 draws: 1/2 * 1/2 + 1/2 * 3/4; of four, the k-th best of 1 or 2 draws
+    drawn = rb.draw_context_episode(torch.tensor([0, 1]).repeat(4000), 2, generator())[:, 0]
+    shares = [(drawn[1::2] == episode).float().mean().item() for episode in (5, 6)]
+    np.testing.assert_allclose(shares, [3 / 8, 5 / 8], atol=0.025)
+    shares = [(drawn[::2] == episode).float().mean().item() for episode in (3, 4, 5, 6)]
+    np.testing.assert_allclose(shares, [5 / 32, 7 / 32, 9 / 32, 11 / 32], atol=0.025)
 
 
 def test_rows_of_the_context_carry_the_sparse_reward():
@@ -171,15 +187,30 @@ def test_a_test_starts_from_an_empty_context_and_then_uses_its_own_episodes(monk
 
 
 def test_the_context_of_a_test_has_as_many_rows_as_in_training(monkeypatch):
-    args = pearl.Args(horizon=5, hidden_size=8)
+    args = pearl.Args(horizon=5, hidden_size=8, context="all", context_size=400)
     agent, task, seen = pearl.Agent(2, 2, args), pearl.Task(args), []
     posterior = agent.posterior
     monkeypatch.setattr(agent, "posterior", lambda context: seen.append(context) or posterior(context))
     obs = torch.arange(2 * 3 * 6.0).reshape(2, 3, 6, 1).expand(-1, -1, -1, 2)  # each position is there once
-    z = pearl.infer(agent, obs, torch.zeros(2, 3, 5, 2), torch.zeros(2, 2), task.sparse_reward, 400, generator())
+    z = pearl.infer(agent, obs, torch.zeros(2, 3, 5, 2), torch.zeros(2, 2), task.sparse_reward, args, generator())
     assert z.shape == (2, 5) and seen[0].shape == (2, 400, 5)
     positions = [{6.0 * e + t for e in range(3 * i, 3 * i + 3) for t in range(5)} for i in range(2)]
     assert [set(rows[:, 0].tolist()) for rows in seen[0]] == positions  # all of the task's own transitions, no end
+
+
+def test_the_context_of_a_test_is_its_best_episode(monkeypatch):
+    args = pearl.Args(horizon=5, hidden_size=8)
+    agent, task, seen = pearl.Agent(2, 2, args), pearl.Task(args), []
+    posterior = agent.posterior
+    monkeypatch.setattr(agent, "posterior", lambda context: seen.append(context) or posterior(context))
+    obs = torch.arange(2 * 3 * 6.0).reshape(2, 3, 6, 1).expand(-1, -1, -1, 2)
+    goals = torch.tensor([[10.0, 10.0], [-1.0, -1.0]])  # reached in episode 1 of the first task, never of the second
+    for seed in range(40):
+        pearl.infer(agent, obs, torch.zeros(2, 3, 5, 2), goals, task.sparse_reward, args, generator(seed))
+    found, none = ([set(rows[i, :, 0].tolist()) for rows in seen] for i in (0, 1))
+    assert all(positions == {6, 7, 8, 9, 10} for positions in found)
+    episodes = [{18, 19, 20, 21, 22}, {24, 25, 26, 27, 28}, {30, 31, 32, 33, 34}]
+    assert all(positions in episodes for positions in none) and all(episode in none for episode in episodes)
 
 
 def test_the_weight_of_the_kl_term_grows():
