@@ -111,7 +111,10 @@ class Args:
     context_size: int = 64
     """transitions in a context, of an update and of a test (PEARL, in training: 1024)"""
     context: Literal["episode", "all"] = "episode"
-    """where these come from: one episode, in a test the one with the most reward so far; or all of them (PEARL)"""
+    """where these come from: one episode with reward, in a test the best so far; or all recent ones (PEARL)"""
+    prior: Literal["tasks", "normal"] = "tasks"
+    """where z to explore with comes from: the posteriors of the training tasks that earned a reward, and N(0, I) for
+    the others; or N(0, I) alone (PEARL)"""
     relabel_prob: float = 0.5
     """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5; paper: 0.1 or 0.3); 0: plain PEARL"""
     relabel_per: Literal["slot", "update"] = "slot"
@@ -190,6 +193,8 @@ class Agent(nn.Module):
         self.qf1, self.qf2 = mlp(obs_dim + action_dim + z, 1, h), mlp(obs_dim + action_dim + z, 1, h)
         self.vf = mlp(obs_dim + z, 1, h)
         self.vf_target = copy.deepcopy(self.vf).requires_grad_(False)
+        self.register_buffer("prior_mean", torch.zeros(args.num_train_tasks, z))  # of z, for each training task
+        self.register_buffer("prior_std", torch.ones(args.num_train_tasks, z))
 
     def posterior(self, context):
         """Mean and variance of z, (tasks, z), from context rows (s, a, r), (tasks, rows, dim).
@@ -198,6 +203,12 @@ class Agent(nn.Module):
         """
         mean, raw_variance = self.encoder(context).chunk(2, -1)
         return product_of_gaussians(mean, F.softplus(raw_variance).clamp(min=1e-7))
+
+    def draw_prior(self, n, generator):
+        """n samples of z to explore with, (n, z): each is meant for a random training task."""
+        task = (random((n,), generator) * len(self.prior_mean)).long()
+        noise = torch.randn((n, self.prior_mean.shape[1]), generator=generator, device=generator.device)
+        return self.prior_mean[task] + self.prior_std[task] * noise
 
     def q_values(self, obs, action, z):
         """Both Q of (..., dim) inputs, each (...)."""
@@ -278,13 +289,12 @@ class ReplayBuffer:
             first = torch.maximum(first, self.context_start[tasks, None])
         return first + (random((len(tasks), n), generator) * (end - first)).long()
 
-    def draw_context_episode(self, tasks, n, generator):
-        """A recent episode for each task, (tasks, 1): the best of 1 to n random ones, as in a test that has so many."""
-        episodes = self.draw_episodes(tasks, n, generator, recent=True)
-        last = (random((len(tasks), 1), generator) * n).long()
-        unseen = torch.arange(n, device=tasks.device) > last
-        returns = self.returns[tasks[:, None], episodes % self.capacity].masked_fill(unseen, -1)
-        return episodes.gather(1, returns.argmax(1, keepdim=True))
+    def draw_rewarded(self, tasks, generator):
+        """A random episode with reward for each task, or a recent one if there is none; and if so, (tasks, 1) each."""
+        rewarded = self.returns[tasks] > 0
+        row = (rewarded * random(rewarded.shape, generator)).argmax(1, keepdim=True)
+        found = rewarded.any(1, keepdim=True)
+        return torch.where(found, row, self.draw_episodes(tasks, 1, generator, recent=True)), found
 
     def draw_steps(self, shape, generator):
         return (random(shape, generator) * self.horizon).long()
@@ -400,8 +410,7 @@ def sample(rb, tasks, goals, relabel, args, generator):
     for size, recent in ((args.context_size, True), (args.batch_size, False)):
         episodes = rb.draw_episodes(tasks, size, generator, recent)
         if recent and args.context == "episode":
-            n = args.prior_episodes + args.posterior_episodes
-            episodes = torch.where(relabel, episodes, rb.draw_context_episode(tasks, n, generator))
+            episodes = torch.where(relabel, episodes, rb.draw_rewarded(tasks, generator)[0])
         member_tasks, member_rows = rb.draw_members(cell, size, recent)
         swap = relabel & (torch.arange(size, device=relabel.device) >= args.exploratory_share * size)
         episodes = torch.where(swap, member_rows, episodes)
@@ -450,19 +459,20 @@ def infer(agent, obs, actions, goals, sparse_reward, args, generator):
     """A sample of z, (tasks, latent), from the posterior of episodes, obs (tasks, episodes, T + 1, dim).
 
     Its context is as in training, with `--context-size` random transitions, as the width of a product of Gaussians
-    depends on their number, and with `--context episode` of one episode: among all, its reward would hardly be drawn.
+    depends on their number. With `--context episode` they are of the episode with the most reward, and as long as
+    there is none, z is still from the prior.
     """
     rows = context_rows(obs[:, :, :-1], actions, obs[:, :, 1:], goals[:, None, None], sparse_reward)
+    found = torch.ones(len(rows), 1, dtype=torch.bool, device=rows.device)
     if args.context == "episode":
-        returns = rows[..., -1].sum(-1)
-        best = returns == returns.amax(1, keepdim=True)  # a random one of the best
-        episode = (best * random(returns.shape, generator)).argmax(1)
-        rows = rows[torch.arange(len(rows), device=rows.device), episode, None]
+        returns, best = rows[..., -1].sum(-1).max(1, keepdim=True)
+        rows, found = rows[torch.arange(len(rows), device=rows.device)[:, None], best], returns > 0
     rows = rows.flatten(1, 2)
     index = (random((len(rows), args.context_size), generator) * rows.shape[1]).long()
     with torch.no_grad():
         mean, variance = agent.posterior(rows[torch.arange(len(rows), device=rows.device)[:, None], index])
-    return mean + variance.sqrt() * torch.randn(mean.shape, generator=generator, device=mean.device)
+    z = mean + variance.sqrt() * torch.randn(mean.shape, generator=generator, device=mean.device)
+    return torch.where(found, z, agent.draw_prior(len(z), generator))
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -578,7 +588,7 @@ def collect(envs, agent, task, args, goals, prior_episodes, seeds, deterministic
     for episode, seed in enumerate(seeds):
         generator = torch.Generator(device).manual_seed(seed)
         if episode < prior_episodes:
-            z = torch.randn((len(goals), args.latent_dim), generator=generator, device=device)
+            z = agent.draw_prior(len(goals), generator)
         else:
             played = torch.stack(obs, 1), torch.stack(actions, 1)
             z = infer(agent, *played, goals, task.sparse_reward, args, generator)
@@ -775,13 +785,23 @@ def train(args, saved):
             slots = torch.stack([goal.norm(dim=-1).mean(-1), reward.mean(-1), torch.ones_like(reward[:, 0])], -1)
             sums += torch.stack([relabel, ~relabel]).float() @ slots
 
+        if args.prior == "tasks":  # what the next episodes explore with
+            tasks = torch.arange(args.num_train_tasks, device=device)
+            episodes, found = rb.draw_rewarded(tasks, generator)
+            steps_of_context = rb.draw_steps((len(tasks), args.context_size), generator)
+            rows = rb.transitions(tasks[:, None], episodes.expand_as(steps_of_context), steps_of_context)
+            with torch.no_grad():
+                mean, variance = agent.posterior(context_rows(*rows, goals[:, None], task.sparse_reward))
+            agent.prior_mean.copy_(torch.where(found, mean, 0.0))
+            agent.prior_std.copy_(torch.where(found, variance.sqrt(), 1.0))
+
         # Record: TensorBoard, evaluation, checkpoint, terminal
         if not math.isfinite(qf_loss.item() + policy_loss.item()):
             raise RunFailed(f"a loss is not a number at step {progress.global_step}; lower --learning-rate")
         progress.train_s += time.time() - iteration_started
         sps = progress.global_step / progress.train_s
         scalars = {"charts/success_rate": success, "charts/episodic_return": episodic_return}
-        scalars["charts/SPS"] = sps
+        scalars |= {"charts/rewarded_tasks": sum(progress.rewarded), "charts/SPS": sps}
         scalars |= {"charts/updates_per_second": progress.updates / progress.train_s}
         (distance, hindsight_reward, hindsight), (_, real_reward, real) = sums.tolist()
         scalars["charts/relabel_fraction"] = hindsight / (hindsight + real)
