@@ -257,13 +257,15 @@ FETCH |= {
 
 # -------------------------------------------------------------------------------------------------------- HTR, PEARL
 SER, EC = "pearl_htr_ser.py", "pearl_htr_ec.py"
-HTR_CHARTS = ("charts/hindsight_task_distance", "charts/real_reward", "charts/hindsight_reward")
+HTR_CHARTS = tuple(f"charts/{name}" for name in ("hindsight_task_distance", "real_reward", "hindsight_reward"))
+PEARL_ITSELF = "--context all --prior normal"  # without what these scripts add to PEARL
 COMPARED = {
-    "pearl": "--relabel-prob 0",
+    "pearl": f"--relabel-prob 0 {PEARL_ITSELF}",
     "oracle": "--relabel-prob 0 --reward dense",
     "ser": "",
     "ec": "--relabel-prob 0.3 --kl-warmup 3000000",
 }
+WITHOUT = {"oracle": COMPARED["oracle"], "ser": "", "ec": COMPARED["ec"]}
 
 HTR = {
     name: Experiment(
@@ -282,6 +284,16 @@ HTR = {
         ("wheeled", "--env-id WheeledGoal-v0", "not measured"),
     )
 }
+HTR["point-normal"] = Experiment(
+    claim="the experiment `point` with PEARL's own contexts, of all episodes, and its prior, N(0, I): what it takes from "
+    "each to do without the two things that these scripts add",
+    script=SER,
+    arguments=f"{HTR['point'].arguments} {PEARL_ITSELF}",
+    variants=WITHOUT,
+    script_of={"ec": EC},
+    cost=HTR["point"].cost,
+    charts=HTR_CHARTS,
+)
 HTR |= {
     f"{name}-k": Experiment(
         claim=f"HTR Figs. 9 and 10, {name}: K = 0.1 and 0.3 beat 0.5 and 0.8, hindsight tasks settle nearer the goals' "
@@ -305,7 +317,7 @@ for name, distance, steps, cost in (
         claim=f"HTR Fig. 11, goals {distance} m away: chance finds reward, and PEARL learns from it without HTR",
         script=SER,
         arguments=f"{NEAR} --goal-distance {distance} --total-timesteps {steps}",
-        variants={"pearl": "--relabel-prob 0", "ser": "", "ec": ""},
+        variants={"pearl": COMPARED["pearl"], "ser": "", "ec": ""},
         script_of={"ec": EC},
         charts=HTR_CHARTS,
         cost=cost,

@@ -149,19 +149,21 @@ def test_contexts_are_of_the_recent_episodes_and_the_ring_forgets_the_oldest():
         assert all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def test_the_context_of_a_real_task_is_one_recent_episode_the_better_ones_more_often():
+def test_the_context_of_a_real_task_is_one_episode_with_reward_if_there_is_one():
     context, batch = draw(replay(), [False, False])
     assert [len(set(context[0][slot, :, 1].tolist())) for slot in (0, 1)] == [1, 1]
     assert set(context[0][0, :, 0].tolist()) == {0, 1, 2, 3}  # all its transitions
     assert set(batch[0][1, :, 1].tolist()) == {100, 101, 102}  # the RL batch is of all episodes
-    rb = replay(episodes=7, capacity=5)
+    rb = replay(episodes=7, capacity=5)  # episodes 2 to 6 are stored, in the rows 2, 3, 4, 0, 1
     rb.context_start[:] = torch.tensor([3, 5])
-    # of two recent episodes, the best of 1 or 2 draws: 1/2 * 1/2 + 1/2 * 3/4; of four, the k-th best of 1 or 2 draws
-    drawn = rb.draw_context_episode(torch.tensor([0, 1]).repeat(4000), 2, generator())[:, 0]
-    shares = [(drawn[1::2] == episode).float().mean().item() for episode in (5, 6)]
-    np.testing.assert_allclose(shares, [3 / 8, 5 / 8], atol=0.025)
-    shares = [(drawn[::2] == episode).float().mean().item() for episode in (3, 4, 5, 6)]
-    np.testing.assert_allclose(shares, [5 / 32, 7 / 32, 9 / 32, 11 / 32], atol=0.025)
+    rb.returns[:] = torch.tensor([[0.0, 0.5, 0.0, 0.0, 0.1], [0.0] * 5])  # reward in episodes 6 and 4 of task 0
+    episodes, found = rb.draw_rewarded(torch.tensor([0, 1]).repeat(4000), generator())
+    assert found[::2].all() and not found[1::2].any()
+    lines = rb.obs[torch.tensor([0, 1]).repeat(4000), episodes[:, 0] % 5, 0, 1]
+    shares = [(lines[::2] == line).float().mean().item() for line in (4, 6)]
+    np.testing.assert_allclose(shares, [0.5, 0.5], atol=0.025)  # each alike, whatever its return
+    shares = [(lines[1::2] == line).float().mean().item() for line in (105, 106)]
+    np.testing.assert_allclose(shares, [0.5, 0.5], atol=0.025)  # none: one of the recent episodes
 
 
 def test_rows_of_the_context_carry_the_sparse_reward():
@@ -198,19 +200,33 @@ def test_the_context_of_a_test_has_as_many_rows_as_in_training(monkeypatch):
     assert [set(rows[:, 0].tolist()) for rows in seen[0]] == positions  # all of the task's own transitions, no end
 
 
-def test_the_context_of_a_test_is_its_best_episode(monkeypatch):
-    args = pearl.Args(horizon=5, hidden_size=8)
+def test_the_context_of_a_test_is_its_best_episode_and_z_is_from_the_prior_until_there_is_one(monkeypatch):
+    args = pearl.Args(horizon=5, hidden_size=8, num_train_tasks=3)
     agent, task, seen = pearl.Agent(2, 2, args), pearl.Task(args), []
+    agent.prior_mean[:], agent.prior_std[:] = torch.tensor([[100.0], [200.0], [300.0]]), 0.0
     posterior = agent.posterior
     monkeypatch.setattr(agent, "posterior", lambda context: seen.append(context) or posterior(context))
     obs = torch.arange(2 * 3 * 6.0).reshape(2, 3, 6, 1).expand(-1, -1, -1, 2)
     goals = torch.tensor([[10.0, 10.0], [-1.0, -1.0]])  # reached in episode 1 of the first task, never of the second
-    for seed in range(40):
-        pearl.infer(agent, obs, torch.zeros(2, 3, 5, 2), goals, task.sparse_reward, args, generator(seed))
-    found, none = ([set(rows[i, :, 0].tolist()) for rows in seen] for i in (0, 1))
-    assert all(positions == {6, 7, 8, 9, 10} for positions in found)
-    episodes = [{18, 19, 20, 21, 22}, {24, 25, 26, 27, 28}, {30, 31, 32, 33, 34}]
-    assert all(positions in episodes for positions in none) and all(episode in none for episode in episodes)
+    actions = torch.zeros(2, 3, 5, 2)
+    zs = [pearl.infer(agent, obs, actions, goals, task.sparse_reward, args, generator(seed)) for seed in range(40)]
+    assert all(set(rows[0, :, 0].tolist()) == {6, 7, 8, 9, 10} for rows in seen)
+    assert all(z[0].abs().max() < 50 for z in zs)
+    assert {z[1, 0].item() for z in zs} == {100, 200, 300}
+
+
+def test_exploration_draws_the_posterior_of_a_random_training_task_or_the_normal_prior():
+    agent = pearl.Agent(2, 2, pearl.Args(hidden_size=8, num_train_tasks=2, latent_dim=1))
+    z = agent.draw_prior(10_000, generator())
+    assert z.mean().item() == pytest.approx(0, abs=0.03) and z.std().item() == pytest.approx(1, abs=0.03)
+    agent.prior_mean[1], agent.prior_std[1] = 50.0, 0.1  # the other has found nothing yet
+    z = agent.draw_prior(10_000, generator())
+    known = z > 25
+    assert known.float().mean().item() == pytest.approx(0.5, abs=0.02)
+    assert z[known].mean().item() == pytest.approx(50, abs=0.01) and z[known].std().item() == pytest.approx(
+        0.1, abs=0.01
+    )
+    assert z[~known].std().item() == pytest.approx(1, abs=0.03)
 
 
 def test_the_weight_of_the_kl_term_grows():
@@ -265,6 +281,16 @@ def test_a_run_leaves_what_the_interface_says(straight):
     assert len(shares) == 7 and abs(np.mean(shares) - 0.5) < 0.1
     distances = [event.value for event in events.Scalars("charts/hindsight_task_distance")]
     assert 0 < min(distances) and max(distances) < 6 * 0.1 * 2**0.5
+
+
+def test_the_prior_of_a_run_has_the_posteriors_of_the_tasks_that_earned_reward(straight, tmp_path):
+    content = state(straight["run"])
+    found = (content["replay"]["returns"] > 0).any(1)
+    assert found.any() and content["agent"]["prior_mean"][found].abs().min() > 0
+    assert (content["agent"]["prior_std"][found] < 1).all()
+    assert (content["agent"]["prior_mean"][~found] == 0).all() and (content["agent"]["prior_std"][~found] == 1).all()
+    normal = state(run(SMALL + " --prior normal", tmp_path)["run"])["agent"]
+    assert (normal["prior_mean"] == 0).all() and (normal["prior_std"] == 1).all()
 
 
 def test_stopped_and_resumed_equals_never_stopped(straight, tmp_path):
