@@ -267,13 +267,13 @@ class ReplayBuffer:
         self.capacity, self.horizon = capacity, horizon
         self.obs = torch.zeros(num_tasks, capacity, horizon + 1, obs_dim, device=device)
         self.actions = torch.zeros(num_tasks, capacity, horizon, action_dim, device=device)
-        self.returns = torch.zeros(num_tasks, capacity, device=device)  # sparse return under the task that was played
+        self.met = torch.zeros(num_tasks, capacity, dtype=torch.bool, device=device)  # whether it met its task's goal
         self.end, self.context_start = torch.zeros(2, num_tasks, dtype=torch.long, device=device)
 
-    def add(self, tasks, obs, actions, returns):
-        """An episode for each of these (different) tasks: obs (tasks, T + 1, dim), actions (tasks, T, dim), return."""
+    def add(self, tasks, obs, actions, met):
+        """An episode of each of these (different) tasks: obs (tasks, T + 1, dim), actions (tasks, T, dim), goal met."""
         rows = self.end[tasks] % self.capacity
-        self.obs[tasks, rows], self.actions[tasks, rows], self.returns[tasks, rows] = obs, actions, returns
+        self.obs[tasks, rows], self.actions[tasks, rows], self.met[tasks, rows] = obs, actions, met
         self.end[tasks] += 1
 
     def transitions(self, tasks, episodes, steps):
@@ -289,11 +289,11 @@ class ReplayBuffer:
             first = torch.maximum(first, self.context_start[tasks, None])
         return first + (random((len(tasks), n), generator) * (end - first)).long()
 
-    def draw_rewarded(self, tasks, generator):
-        """A random episode with reward for each task, or a recent one if there is none; and if so, (tasks, 1) each."""
-        rewarded = self.returns[tasks] > 0
-        row = (rewarded * random(rewarded.shape, generator)).argmax(1, keepdim=True)
-        found = rewarded.any(1, keepdim=True)
+    def draw_met(self, tasks, generator):
+        """A random episode that met the goal for each task, or a recent one if none did; and if so, (tasks, 1) each."""
+        met = self.met[tasks]
+        row = (met * random(met.shape, generator)).argmax(1, keepdim=True)
+        found = met.any(1, keepdim=True)
         return torch.where(found, row, self.draw_episodes(tasks, 1, generator, recent=True)), found
 
     def draw_steps(self, shape, generator):
@@ -302,7 +302,7 @@ class ReplayBuffer:
     def state_dict(self):
         used = min(int(self.end.max()), self.capacity)
         # A view would be saved with all of the memory behind it.
-        state = {key: getattr(self, key)[:, :used].clone() for key in ("obs", "actions", "returns")}
+        state = {key: getattr(self, key)[:, :used].clone() for key in ("obs", "actions", "met")}
         return {"end": self.end, "context_start": self.context_start} | state
 
     def load_state_dict(self, state):
@@ -410,7 +410,7 @@ def sample(rb, tasks, goals, relabel, args, generator):
     for size, recent in ((args.context_size, True), (args.batch_size, False)):
         episodes = rb.draw_episodes(tasks, size, generator, recent)
         if recent and args.context == "episode":
-            episodes = torch.where(relabel, episodes, rb.draw_rewarded(tasks, generator)[0])
+            episodes = torch.where(relabel, episodes, rb.draw_met(tasks, generator)[0])
         member_tasks, member_rows = rb.draw_members(cell, size, recent)
         swap = relabel & (torch.arange(size, device=relabel.device) >= args.exploratory_share * size)
         episodes = torch.where(swap, member_rows, episodes)
@@ -455,18 +455,19 @@ def play_episodes(envs, agent, z, goals, seed, deterministic=False):
     return torch.stack(observations, 1), torch.stack(actions, 1)
 
 
-def infer(agent, obs, actions, goals, sparse_reward, args, generator):
+def infer(agent, obs, actions, goals, task, args, generator):
     """A sample of z, (tasks, latent), from the posterior of episodes, obs (tasks, episodes, T + 1, dim).
 
     Its context is as in training, with `--context-size` random transitions, as the width of a product of Gaussians
-    depends on their number. With `--context episode` they are of the episode with the most reward, and as long as
+    depends on their number. With `--context episode` they are of the best episode that met the goal, and as long as
     there is none, z is still from the prior.
     """
-    rows = context_rows(obs[:, :, :-1], actions, obs[:, :, 1:], goals[:, None, None], sparse_reward)
+    rows = context_rows(obs[:, :, :-1], actions, obs[:, :, 1:], goals[:, None, None], task.sparse_reward)
     found = torch.ones(len(rows), 1, dtype=torch.bool, device=rows.device)
     if args.context == "episode":
-        returns, best = rows[..., -1].sum(-1).max(1, keepdim=True)
-        rows, found = rows[torch.arange(len(rows), device=rows.device)[:, None], best], returns > 0
+        met = task.met(obs, goals)
+        best = rows[..., -1].sum(-1).masked_fill(~met, -math.inf).argmax(1, keepdim=True)
+        rows, found = rows[torch.arange(len(rows), device=rows.device)[:, None], best], met.any(1, keepdim=True)
     rows = rows.flatten(1, 2)
     index = (random((len(rows), args.context_size), generator) * rows.shape[1]).long()
     with torch.no_grad():
@@ -591,17 +592,17 @@ def collect(envs, agent, task, args, goals, prior_episodes, seeds, deterministic
             z = agent.draw_prior(len(goals), generator)
         else:
             played = torch.stack(obs, 1), torch.stack(actions, 1)
-            z = infer(agent, *played, goals, task.sparse_reward, args, generator)
+            z = infer(agent, *played, goals, task, args, generator)
         played = play_episodes(envs, agent, z, goals, seed, deterministic)
         obs.append(played[0])
         actions.append(played[1])
     return torch.stack(obs, 1), torch.stack(actions, 1)
 
 
-def summarize(obs, actions, goals, goal_radius, sparse_reward):
+def summarize(obs, actions, goals, task):
     """Metrics of adaptation, means over tasks: success, the goal met at any step, and sparse return of each episode."""
-    success = ((obs[..., 1:, :2] - goals[:, None, None]).norm(dim=-1) < goal_radius).any(-1).float().mean(0).tolist()
-    returns = sparse_reward(obs[..., 1:, :], actions, goals[:, None, None]).sum(-1).mean(0).tolist()
+    success = task.met(obs, goals).float().mean(0).tolist()
+    returns = task.sparse_reward(obs[..., 1:, :], actions, goals[:, None, None]).sum(-1).mean(0).tolist()
     metrics = {"success_rate": success[-1], "episodic_return": returns[-1]}
     metrics |= {f"success_rate_ep{i}": value for i, value in enumerate(success)}
     return metrics | {f"return_ep{i}": value for i, value in enumerate(returns)}
@@ -624,6 +625,10 @@ class Task:
             return lambda next_obs, action, goal: compute_reward(next_obs, self.action_scale * action, goal)
 
         self.reward, self.sparse_reward = scaled(rewards[args.reward]), scaled(rewards["sparse"])
+
+    def met(self, obs, goals):
+        """Whether each episode, obs (tasks, episodes, T + 1, dim), met its goal at any step: (tasks, episodes)."""
+        return ((obs[:, :, 1:, :2] - goals[:, None, None]).norm(dim=-1) < self.goal_radius).any(-1)
 
 
 def adapt(envs, agent, task, args, goals):
@@ -691,21 +696,21 @@ def train(args, saved):
 
     def store(tasks, obs, actions):
         """Add episodes of these tasks to the replay buffer; returns the share that met their goal, and mean return."""
-        returns = task.sparse_reward(obs[:, :, 1:], actions, goals[tasks, None, None]).sum(-1)
+        met = task.met(obs, goals[tasks])
         relabelling = torch.Generator(device).manual_seed(stream(args, RELABELLING, progress.iteration))  # HTR
         for episode in range(obs.shape[1]):
-            rb.add(tasks, obs[:, episode], actions[:, episode], returns[:, episode])
+            rb.add(tasks, obs[:, episode], actions[:, episode], met[:, episode])
             rb.file(tasks, args.hindsight, relabelling)  # HTR: the hindsight task of the episode
-        met = ((obs[:, :, 1:, :2] - goals[tasks, None, None]).norm(dim=-1) < task.goal_radius).any(-1)
         for i, rewarded in zip(tasks.tolist(), met.any(-1).tolist()):
             progress.rewarded[i] |= rewarded
         progress.global_step += actions.shape[:3].numel()
+        returns = task.sparse_reward(obs[:, :, 1:], actions, goals[tasks, None, None]).sum(-1)
         return met.float().mean().item(), returns.mean().item()
 
     def evaluate_policy(step):
         """Adapt to the test tasks. Their data train nothing."""
         played = adapt(eval_envs, agent, task, args, test_goals)
-        progress.metrics = summarize(*played, test_goals, task.goal_radius, task.sparse_reward)
+        progress.metrics = summarize(*played, test_goals, task)
         wall_s = round(time.time() - started, 3)
         for key, value in progress.metrics.items():
             progress.eval_rows.append([args.seed, step, f"eval/{key}", value, args.num_test_tasks, wall_s])
@@ -787,7 +792,7 @@ def train(args, saved):
 
         if args.prior == "tasks":  # what the next episodes explore with
             tasks = torch.arange(args.num_train_tasks, device=device)
-            episodes, found = rb.draw_rewarded(tasks, generator)
+            episodes, found = rb.draw_met(tasks, generator)
             steps_of_context = rb.draw_steps((len(tasks), args.context_size), generator)
             rows = rb.transitions(tasks[:, None], episodes.expand_as(steps_of_context), steps_of_context)
             with torch.no_grad():
@@ -859,7 +864,7 @@ def evaluate(args, saved):
     load_modules({"agent": agent}, saved)
     goals = torch.from_numpy(task_goals(TEST, args.num_test_tasks, args.goal_distance, args.seed))
     obs, actions = adapt(make_envs(args, args.num_test_tasks), agent, task, args, goals)
-    metrics = summarize(obs, actions, goals, task.goal_radius, task.sparse_reward)
+    metrics = summarize(obs, actions, goals, task)
     n, p, z2 = args.num_test_tasks, metrics["success_rate"], 1.959964**2
     middle, half = (p + z2 / 2 / n) / (1 + z2 / n), math.sqrt(z2 * (p * (1 - p) / n + z2 / 4 / n**2)) / (1 + z2 / n)
     print(f"success {p:.3f}, 95% interval [{middle - half:.3f}, {middle + half:.3f}], {n} tasks", file=sys.stderr)

@@ -285,7 +285,7 @@ HTR = {
     )
 }
 HTR["point-normal"] = Experiment(
-    claim="the experiment `point` with PEARL's own contexts, of all episodes, and its prior, N(0, I): what it takes from "
+    claim="the experiment `point` with PEARL's contexts, of all episodes, and its prior, N(0, I): what it takes from "
     "each to do without the two things that these scripts add",
     script=SER,
     arguments=f"{HTR['point'].arguments} {PEARL_ITSELF}",

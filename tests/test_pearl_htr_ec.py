@@ -76,7 +76,7 @@ def replay(episodes=3, capacity=10, strategy="final"):
     for episode in range(episodes):
         both = [walk(task, episode) for task in (0, 1)]
         obs, actions = (torch.stack(column) for column in zip(*both))
-        rb.add(torch.tensor([0, 1]), obs, actions, torch.zeros(2))
+        rb.add(torch.tensor([0, 1]), obs, actions, torch.zeros(2, dtype=torch.bool))
         rb.file(torch.tensor([0, 1]), strategy, generator(episode))
     return rb
 
@@ -204,7 +204,7 @@ def test_how_a_buffer_is_chosen():
 def test_rewards_of_a_stored_episode_under_the_task_of_its_cell():
     rb, task = pearl.ClusteredReplay(1, 3, T, 2, 2, CPU), pearl.Task(pearl.Args(goal_radius=0.2))
     obs = torch.tensor([[0.0, 0.0], [0.1, 0.0], [0.2, 0.0], [0.3, 0.05], [0.4, 0.05]])
-    rb.add(torch.tensor([0]), obs[None], obs[None, 1:], torch.zeros(1))
+    rb.add(torch.tensor([0]), obs[None], obs[None, 1:], torch.tensor([False]))
     rb.file(torch.tensor([0]), "final", generator())
     rb.group(0.2, 20, generator())
     torch.testing.assert_close(rb.centres, torch.tensor([[0.5, 0.1]]))  # of [0.4, 0.6) x [0, 0.2)

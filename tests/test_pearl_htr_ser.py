@@ -81,11 +81,10 @@ def walk(task, episode):
 
 
 def replay(episodes=3, capacity=10):
-    """Episode e of task i has the return 10 i + e."""
     rb, tasks = pearl.ReplayBuffer(2, capacity, T, 2, 2, CPU), torch.tensor([0, 1])
     for episode in range(episodes):
         obs, actions = (torch.stack(column) for column in zip(*(walk(task, episode) for task in (0, 1))))
-        rb.add(tasks, obs, actions, 10.0 * tasks + episode)
+        rb.add(tasks, obs, actions, torch.tensor([episode == 1, False]))
     return rb
 
 
@@ -149,19 +148,19 @@ def test_contexts_are_of_the_recent_episodes_and_the_ring_forgets_the_oldest():
         assert all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def test_the_context_of_a_real_task_is_one_episode_with_reward_if_there_is_one():
+def test_the_context_of_a_real_task_is_one_episode_that_met_the_goal_if_there_is_one():
     context, batch = draw(replay(), [False, False])
-    assert [len(set(context[0][slot, :, 1].tolist())) for slot in (0, 1)] == [1, 1]
+    assert set(context[0][0, :, 1].tolist()) == {1} and len(set(context[0][1, :, 1].tolist())) == 1
     assert set(context[0][0, :, 0].tolist()) == {0, 1, 2, 3}  # all its transitions
     assert set(batch[0][1, :, 1].tolist()) == {100, 101, 102}  # the RL batch is of all episodes
     rb = replay(episodes=7, capacity=5)  # episodes 2 to 6 are stored, in the rows 2, 3, 4, 0, 1
     rb.context_start[:] = torch.tensor([3, 5])
-    rb.returns[:] = torch.tensor([[0.0, 0.5, 0.0, 0.0, 0.1], [0.0] * 5])  # reward in episodes 6 and 4 of task 0
-    episodes, found = rb.draw_rewarded(torch.tensor([0, 1]).repeat(4000), generator())
+    rb.met[:] = torch.tensor([[False, True, False, False, True], [False] * 5])  # episodes 6 and 4 of task 0
+    episodes, found = rb.draw_met(torch.tensor([0, 1]).repeat(4000), generator())
     assert found[::2].all() and not found[1::2].any()
     lines = rb.obs[torch.tensor([0, 1]).repeat(4000), episodes[:, 0] % 5, 0, 1]
     shares = [(lines[::2] == line).float().mean().item() for line in (4, 6)]
-    np.testing.assert_allclose(shares, [0.5, 0.5], atol=0.025)  # each alike, whatever its return
+    np.testing.assert_allclose(shares, [0.5, 0.5], atol=0.025)
     shares = [(lines[1::2] == line).float().mean().item() for line in (105, 106)]
     np.testing.assert_allclose(shares, [0.5, 0.5], atol=0.025)  # none: one of the recent episodes
 
@@ -194,7 +193,7 @@ def test_the_context_of_a_test_has_as_many_rows_as_in_training(monkeypatch):
     posterior = agent.posterior
     monkeypatch.setattr(agent, "posterior", lambda context: seen.append(context) or posterior(context))
     obs = torch.arange(2 * 3 * 6.0).reshape(2, 3, 6, 1).expand(-1, -1, -1, 2)  # each position is there once
-    z = pearl.infer(agent, obs, torch.zeros(2, 3, 5, 2), torch.zeros(2, 2), task.sparse_reward, args, generator())
+    z = pearl.infer(agent, obs, torch.zeros(2, 3, 5, 2), torch.zeros(2, 2), task, args, generator())
     assert z.shape == (2, 5) and seen[0].shape == (2, 400, 5)
     positions = [{6.0 * e + t for e in range(3 * i, 3 * i + 3) for t in range(5)} for i in range(2)]
     assert [set(rows[:, 0].tolist()) for rows in seen[0]] == positions  # all of the task's own transitions, no end
@@ -209,10 +208,23 @@ def test_the_context_of_a_test_is_its_best_episode_and_z_is_from_the_prior_until
     obs = torch.arange(2 * 3 * 6.0).reshape(2, 3, 6, 1).expand(-1, -1, -1, 2)
     goals = torch.tensor([[10.0, 10.0], [-1.0, -1.0]])  # reached in episode 1 of the first task, never of the second
     actions = torch.zeros(2, 3, 5, 2)
-    zs = [pearl.infer(agent, obs, actions, goals, task.sparse_reward, args, generator(seed)) for seed in range(40)]
+    zs = [pearl.infer(agent, obs, actions, goals, task, args, generator(seed)) for seed in range(40)]
     assert all(set(rows[0, :, 0].tolist()) == {6, 7, 8, 9, 10} for rows in seen)
     assert all(z[0].abs().max() < 50 for z in zs)
     assert {z[1, 0].item() for z in zs} == {100, 200, 300}
+
+
+def test_control_cost_does_not_hide_that_a_goal_was_met():
+    args = pearl.Args(env_id="WheeledGoal-v0", horizon=5, hidden_size=8, num_train_tasks=1)
+    agent, task = pearl.Agent(12, 2, args), pearl.Task(args)
+    agent.prior_mean[:], agent.prior_std[:] = 100.0, 0.0
+    obs, actions = torch.zeros(1, 2, 6, 12), torch.zeros(1, 2, 5, 2)
+    obs[0, 1, 3, :2], actions[0, 1] = torch.tensor([0.3, 2.0]), 1.0  # 0.3 from the goal, at full torque
+    goals = torch.tensor([[0.0, 2.0]])
+    assert task.met(obs, goals).tolist() == [[False, True]]
+    returns = task.sparse_reward(obs[:, :, 1:], actions, goals[:, None, None]).sum(-1)
+    torch.testing.assert_close(returns, torch.tensor([[0.0, 0.7 - 5 * 0.05 * 8]]))
+    assert pearl.infer(agent, obs, actions, goals, task, args, generator()).abs().max() < 50  # of the posterior
 
 
 def test_exploration_draws_the_posterior_of_a_random_training_task_or_the_normal_prior():
@@ -240,7 +252,7 @@ def test_metrics_of_an_adaptation():
     obs = torch.zeros(2, 2, 3, 2)  # 2 tasks, 2 episodes, 2 steps
     obs[0, 1, 1] = torch.tensor([1.0, 0.1])  # passes the goal (1, 0) at 0.1
     goals = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    metrics = pearl.summarize(obs, torch.zeros(2, 2, 2, 2), goals, 0.2, task.sparse_reward)
+    metrics = pearl.summarize(obs, torch.zeros(2, 2, 2, 2), goals, task)
     expected = {"success_rate": 0.5, "episodic_return": 0.45, "success_rate_ep0": 0.0, "success_rate_ep1": 0.5}
     assert metrics == pytest.approx(expected | {"return_ep0": 0.0, "return_ep1": 0.45})
 
@@ -285,7 +297,7 @@ def test_a_run_leaves_what_the_interface_says(straight):
 
 def test_the_prior_of_a_run_has_the_posteriors_of_the_tasks_that_earned_reward(straight, tmp_path):
     content = state(straight["run"])
-    found = (content["replay"]["returns"] > 0).any(1)
+    found = content["replay"]["met"].any(1)
     assert found.any() and content["agent"]["prior_mean"][found].abs().min() > 0
     assert (content["agent"]["prior_std"][found] < 1).all()
     assert (content["agent"]["prior_mean"][~found] == 0).all() and (content["agent"]["prior_std"][~found] == 1).all()
