@@ -316,8 +316,8 @@ for name, distance, steps, cost in (
     HTR[name] = Experiment(
         claim=f"HTR Fig. 11, goals {distance} m away: chance finds reward, and PEARL learns from it without HTR",
         script=SER,
-        arguments=f"{NEAR} --goal-distance {distance} --total-timesteps {steps}",
-        variants={"pearl": COMPARED["pearl"], "ser": "", "ec": ""},
+        arguments=f"{NEAR} --goal-distance {distance} --total-timesteps {steps} {PEARL_ITSELF}",
+        variants={"pearl": "--relabel-prob 0", "ser": "", "ec": ""},
         script_of={"ec": EC},
         charts=HTR_CHARTS,
         cost=cost,
