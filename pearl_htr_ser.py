@@ -71,7 +71,7 @@ class Args:
 
     env_id: str = "PointGoal-v0"
     """Gymnasium id of a batched goal task of envs/goal_tasks.py: PointGoal-v0, WheeledGoal-v0 or AntGoal-v0"""
-    total_timesteps: int = 4_800_000
+    total_timesteps: int = 2_400_000
     """environment steps of training, all tasks counted"""
     eval_frequency: int = 120_000
     """environment steps between evaluations"""

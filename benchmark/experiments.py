@@ -260,7 +260,7 @@ SER, EC = "pearl_htr_ser.py", "pearl_htr_ec.py"
 HTR_CHARTS = tuple(f"charts/{name}" for name in ("hindsight_task_distance", "real_reward", "hindsight_reward"))
 PEARL_ITSELF = "--context all --prior normal"  # without what these scripts add to PEARL
 COMPARED = {
-    "pearl": f"--relabel-prob 0 {PEARL_ITSELF}",
+    "pearl": f"--relabel-prob 0 --total-timesteps 4800000 {PEARL_ITSELF}",
     "oracle": "--relabel-prob 0 --reward dense",
     "ser": "",
     "ec": "--relabel-prob 0.3 --kl-warmup 3000000",
@@ -288,7 +288,7 @@ HTR["point-normal"] = Experiment(
     claim="the experiment `point` with PEARL's contexts, of all episodes, and its prior, N(0, I): what it takes from "
     "each to do without the two things that these scripts add",
     script=SER,
-    arguments=f"{HTR['point'].arguments} {PEARL_ITSELF}",
+    arguments=f"{HTR['point'].arguments} --total-timesteps 4800000 {PEARL_ITSELF}",
     variants=WITHOUT,
     script_of={"ec": EC},
     cost=HTR["point"].cost,
@@ -299,14 +299,18 @@ HTR |= {
         claim=f"HTR Figs. 9 and 10, {name}: K = 0.1 and 0.3 beat 0.5 and 0.8, hindsight tasks settle nearer the goals' "
         "distance; real reward is zero at first and appears later; EC about equals SER",
         script=SER,
-        arguments=f"--env-id {env_id}",
-        variants={f"ser-{k}": f"--relabel-prob {k}" for k in (0.1, 0.3, 0.5, 0.8, 1.0)}
-        | {f"ec-{k}": f"--relabel-prob {k}" for k in (0.1, 0.3)},
-        script_of={"ec-0.1": EC, "ec-0.3": EC},
+        arguments=f"--env-id {env_id} --kl-warmup 3000000 --total-timesteps {steps}",
+        variants={f"{kind}-{k}": f"--relabel-prob {k}" for kind in ("ser", "ec") for k in (0.1, 0.3, 0.5, 0.8)},
+        script_of={f"ec-{k}": EC for k in (0.1, 0.3, 0.5, 0.8)},
+        seeds=(1, 2),
         charts=HTR_CHARTS,
+        cost=cost,
         paper="mean distance of hindsight tasks near 0.5 for K = 0.5 and 0.8, nearer 2.0 for 0.1 and 0.3",
     )
-    for name, env_id in (("point", "PointGoal-v0"), ("wheeled", "WheeledGoal-v0"))
+    for name, env_id, steps, cost in (
+        ("point", "PointGoal-v0", 480_000, "25 min beside three other runs"),
+        ("wheeled", "WheeledGoal-v0", 2_400_000, "not measured"),
+    )
 }
 NEAR = "--env-id PointGoal-v0 --horizon 20 --gradient-steps 70 --kl-warmup 100000 --eval-frequency 24000"
 for name, distance, steps, cost in (
