@@ -115,7 +115,7 @@ class Args:
     prior: Literal["tasks", "normal"] = "tasks"
     """where z to explore with comes from: the posteriors of the training tasks that earned a reward, and N(0, I) for
     the others; or N(0, I) alone (PEARL)"""
-    relabel_prob: float = 0.5
+    relabel_prob: float = 0.3
     """K, probability of a hindsight task for a slot of the meta-batch (Sec. 5; paper: 0.1 or 0.3); 0: plain PEARL"""
     relabel_per: Literal["slot", "update"] = "slot"
     """what K is drawn for: each slot of the meta-batch, or all of an update together"""
@@ -141,7 +141,7 @@ class Args:
     """factor of rewards in the Q target, the inverse of SAC's temperature (PEARL, sparse point: 100)"""
     kl_lambda: float = 1.0
     """weight of the encoder's KL term (PEARL, sparse point: 1)"""
-    kl_warmup: int = 1_000_000
+    kl_warmup: int = 3_000_000
     """environment steps over which that weight grows from 0, so that z comes to mean something first (PEARL: 0)"""
     latent_dim: int = 5
     """dimensions of z (paper: 5)"""

@@ -260,12 +260,12 @@ SER, EC = "pearl_htr_ser.py", "pearl_htr_ec.py"
 HTR_CHARTS = tuple(f"charts/{name}" for name in ("hindsight_task_distance", "real_reward", "hindsight_reward"))
 PEARL_ITSELF = "--context all --prior normal"  # without what these scripts add to PEARL
 COMPARED = {
-    "pearl": f"--relabel-prob 0 --total-timesteps 4800000 {PEARL_ITSELF}",
-    "oracle": "--relabel-prob 0 --reward dense",
-    "ser": "",
-    "ec": "--relabel-prob 0.3 --kl-warmup 3000000",
+    "pearl": f"--relabel-prob 0 --kl-warmup 1000000 --total-timesteps 4800000 {PEARL_ITSELF}",
+    "oracle": "--relabel-prob 0 --reward dense --kl-warmup 1000000",
+    "ser": "--relabel-prob 0.5 --kl-warmup 1000000",
+    "ec": "",
 }
-WITHOUT = {"oracle": COMPARED["oracle"], "ser": "", "ec": COMPARED["ec"]}
+WITHOUT = {variant: COMPARED[variant] for variant in ("oracle", "ser", "ec")}
 
 HTR = {
     name: Experiment(
@@ -277,6 +277,7 @@ HTR = {
         script_of={"ec": EC},
         cost=cost,
         charts=HTR_CHARTS,
+        threshold=0.5,
         paper="its text gives no returns",
     )
     for name, task, cost in (
@@ -293,17 +294,19 @@ HTR["point-normal"] = Experiment(
     script_of={"ec": EC},
     cost=HTR["point"].cost,
     charts=HTR_CHARTS,
+    threshold=0.5,
 )
 HTR |= {
     f"{name}-k": Experiment(
         claim=f"HTR Figs. 9 and 10, {name}: K = 0.1 and 0.3 beat 0.5 and 0.8, hindsight tasks settle nearer the goals' "
         "distance; real reward is zero at first and appears later; EC about equals SER",
         script=SER,
-        arguments=f"--env-id {env_id} --kl-warmup 3000000 --total-timesteps {steps}",
+        arguments=f"--env-id {env_id} --total-timesteps {steps}",
         variants={f"{kind}-{k}": f"--relabel-prob {k}" for kind in ("ser", "ec") for k in (0.1, 0.3, 0.5, 0.8)},
         script_of={f"ec-{k}": EC for k in (0.1, 0.3, 0.5, 0.8)},
         seeds=(1, 2),
         charts=HTR_CHARTS,
+        threshold=0.5,
         cost=cost,
         paper="mean distance of hindsight tasks near 0.5 for K = 0.5 and 0.8, nearer 2.0 for 0.1 and 0.3",
     )
@@ -321,7 +324,7 @@ for name, distance, steps, cost in (
         claim=f"HTR Fig. 11, goals {distance} m away: chance finds reward, and PEARL learns from it without HTR",
         script=SER,
         arguments=f"{NEAR} --goal-distance {distance} --total-timesteps {steps} {PEARL_ITSELF}",
-        variants={"pearl": "--relabel-prob 0", "ser": "", "ec": ""},
+        variants={"pearl": "--relabel-prob 0", "ser": "--relabel-prob 0.5", "ec": "--relabel-prob 0.5"},
         script_of={"ec": EC},
         charts=HTR_CHARTS,
         cost=cost,
