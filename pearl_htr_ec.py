@@ -476,6 +476,18 @@ def infer(agent, obs, actions, goals, task, args, generator):
     return torch.where(found, z, agent.draw_prior(len(z), generator))
 
 
+def set_prior(agent, rb, goals, task, args, generator):
+    """Have the agent explore with the posterior of an episode that met the goal, of each training task that has one."""
+    tasks = torch.arange(len(goals), device=goals.device)
+    episodes, found = rb.draw_met(tasks, generator)
+    steps = rb.draw_steps((len(tasks), args.context_size), generator)
+    rows = rb.transitions(tasks[:, None], episodes.expand_as(steps), steps)
+    with torch.no_grad():
+        mean, variance = agent.posterior(context_rows(*rows, goals[:, None], task.sparse_reward))
+    agent.prior_mean.copy_(torch.where(found, mean, 0.0))
+    agent.prior_std.copy_(torch.where(found, variance.sqrt(), 1.0))
+
+
 # ------------------------------------------------------------------------------------------------------------- files
 FORMAT = "pearl_htr_ec 2"  # HTR
 
@@ -790,15 +802,8 @@ def train(args, saved):
             slots = torch.stack([goal.norm(dim=-1).mean(-1), reward.mean(-1), torch.ones_like(reward[:, 0])], -1)
             sums += torch.stack([relabel, ~relabel]).float() @ slots
 
-        if args.prior == "tasks":  # what the next episodes explore with
-            tasks = torch.arange(args.num_train_tasks, device=device)
-            episodes, found = rb.draw_met(tasks, generator)
-            steps_of_context = rb.draw_steps((len(tasks), args.context_size), generator)
-            rows = rb.transitions(tasks[:, None], episodes.expand_as(steps_of_context), steps_of_context)
-            with torch.no_grad():
-                mean, variance = agent.posterior(context_rows(*rows, goals[:, None], task.sparse_reward))
-            agent.prior_mean.copy_(torch.where(found, mean, 0.0))
-            agent.prior_std.copy_(torch.where(found, variance.sqrt(), 1.0))
+        if args.prior == "tasks":
+            set_prior(agent, rb, goals, task, args, generator)
 
         # Record: TensorBoard, evaluation, checkpoint, terminal
         if not math.isfinite(qf_loss.item() + policy_loss.item()):

@@ -181,7 +181,10 @@ def test_a_test_starts_from_an_empty_context_and_then_uses_its_own_episodes(monk
     seen = []
     infer = pearl.infer
     monkeypatch.setattr(pearl, "infer", lambda agent, obs, *rest: seen.append(obs) or infer(agent, obs, *rest))
+    drawn, draw_prior = [], agent.draw_prior
+    monkeypatch.setattr(agent, "draw_prior", lambda *args: drawn.append(args) or draw_prior(*args))
     obs, actions = pearl.adapt(pearl.make_envs(args, 3), agent, task, args, goals)
+    assert len(drawn) == 4  # to explore with in episodes 0 and 1, and where 2 and 3 still have nothing
     assert obs.shape == (3, 4, 6, 2) and actions.shape == (3, 4, 5, 2)
     assert [each.shape[1] for each in seen] == [2, 3]
     assert torch.equal(seen[0], obs[:, :2]) and torch.equal(seen[1], obs[:, :3])
@@ -224,7 +227,10 @@ def test_control_cost_does_not_hide_that_a_goal_was_met():
     assert task.met(obs, goals).tolist() == [[False, True]]
     returns = task.sparse_reward(obs[:, :, 1:], actions, goals[:, None, None]).sum(-1)
     torch.testing.assert_close(returns, torch.tensor([[0.0, 0.7 - 5 * 0.05 * 8]]))
-    assert pearl.infer(agent, obs, actions, goals, task, args, generator()).abs().max() < 50  # of the posterior
+    seen, posterior = [], agent.posterior
+    agent.posterior = lambda context: seen.append(context) or posterior(context)
+    assert pearl.infer(agent, obs, actions, goals, task, args, generator()).abs().max() < 50  # not of the prior
+    assert (seen[0][..., 12:14] == 1).all()  # the episode at full torque, though it has the lower return
 
 
 def test_exploration_draws_the_posterior_of_a_random_training_task_or_the_normal_prior():
@@ -293,6 +299,18 @@ def test_a_run_leaves_what_the_interface_says(straight):
     assert len(shares) == 7 and abs(np.mean(shares) - 0.5) < 0.1
     distances = [event.value for event in events.Scalars("charts/hindsight_task_distance")]
     assert 0 < min(distances) and max(distances) < 6 * 0.1 * 2**0.5
+
+
+def test_only_tasks_that_met_their_goal_are_explored_with():
+    args = pearl.Args(hidden_size=8, num_train_tasks=2)
+    agent, rb, seen = pearl.Agent(2, 2, args), replay(), []
+    posterior = agent.posterior
+    agent.posterior = lambda context: seen.append((context, *posterior(context))) or seen[-1][1:]
+    pearl.set_prior(agent, rb, GOALS, pearl.Task(args), args, generator())
+    context, mean, variance = seen[0]
+    assert context.shape == (2, 64, 5) and (context[0, :, 1] == 1).all()  # of task 0's episode 1
+    torch.testing.assert_close(agent.prior_mean, torch.stack([mean[0], torch.zeros(5)]))
+    torch.testing.assert_close(agent.prior_std, torch.stack([variance[0].sqrt(), torch.ones(5)]))
 
 
 def test_the_prior_of_a_run_has_the_posteriors_of_the_tasks_that_earned_reward(straight, tmp_path):
