@@ -251,7 +251,8 @@ class ReplayBuffer:
     """The episodes of all tasks, on the device of training; rewards are computed when transitions are sampled.
 
     An episode of task i is known by its number since the start, `row = episode % capacity`. Those from
-    `context_start[i]` on are the recent ones, from which contexts are drawn (PEARL's encoder buffer).
+    `context_start[i]` on are the recent ones, PEARL's encoder buffer: contexts with `--context all`, and of tasks whose
+    goal was never met.
     """
 
     def __init__(self, num_tasks, capacity, horizon, obs_dim, action_dim, device):
@@ -340,7 +341,7 @@ def sample(rb, tasks, goals, relabel, args, generator):
     relabel = relabel[:, None]
     for size, recent in ((args.context_size, True), (args.batch_size, False)):
         episodes = rb.draw_episodes(tasks, size, generator, recent)
-        if recent and args.context == "episode":
+        if recent and args.context == "episode":  # a real task's context is like a test's, see infer
             episodes = torch.where(relabel, episodes, rb.draw_met(tasks, generator)[0])
         if args.relabel_scope == "episode" or args.relabel_scope == "context" and recent:
             episodes = torch.where(relabel, one_episode, episodes)
