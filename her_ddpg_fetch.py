@@ -653,7 +653,11 @@ def train(args, saved):
     if saved:
         if "replay" not in saved:
             raise BadInput(f"{args.resume} is a policy alone: --resume needs a checkpoint.pt")
+        if args.buffer_size != saved["args"].buffer_size:
+            raise BadInput("--buffer-size cannot change on --resume: leave it out")
         load_modules(modules, saved)
+        for group in actor_optimizer.param_groups + qf_optimizer.param_groups:
+            group["lr"] = args.learning_rate  # not that of the saved optimizer
         rb.load_state_dict(saved["replay"])
         progress = Progress(**saved["progress"])
         if bonus:

@@ -414,7 +414,11 @@ def train(args, saved):
     if saved:
         if "replay" not in saved:
             raise BadInput(f"{args.resume} is a network alone: --resume needs a checkpoint.pt")
+        if args.buffer_size != saved["args"].buffer_size:
+            raise BadInput("--buffer-size cannot change on --resume: leave it out")
         load_modules(modules, saved)
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate  # not that of the saved optimizer
         rb.load_state_dict(saved["replay"])
         progress = Progress(**saved["progress"])
 

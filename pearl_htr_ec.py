@@ -692,7 +692,12 @@ def train(args, saved):
     if saved:
         if "replay" not in saved:
             raise BadInput(f"{args.resume} is a policy alone: --resume needs a checkpoint.pt")
+        for name in ("buffer_size", "horizon"):
+            if getattr(args, name) != getattr(saved["args"], name):
+                raise BadInput(f"--{name.replace('_', '-')} cannot change on --resume: leave it out")
         load_modules(modules, saved)
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate  # not that of the saved optimizer
         rb.load_state_dict(saved["replay"])
         progress = Progress(**saved["progress"])
 

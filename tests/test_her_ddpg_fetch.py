@@ -339,6 +339,10 @@ def test_a_run_resumed_at_its_end_reports_the_same_result(straight, tmp_path):
     whole_runs.assert_resumed_at_its_end_reports_the_same(run, straight, tmp_path)
 
 
+def test_a_run_resumed_with_other_arguments(straight, tmp_path):
+    whole_runs.assert_resumed_with(run, straight, tmp_path, ("actor_optimizer", "qf_optimizer"))
+
+
 def test_seeds_and_evaluation_frequency(straight, tmp_path):
     other = run(POINT + " --seed 2", tmp_path)
     assert not torch.equal(state(other["run"])["replay"]["action"], state(straight["run"])["replay"]["action"])

@@ -69,3 +69,13 @@ def assert_resumed_at_its_end_reports_the_same(run, straight, tmp_path):
     result = run(f"--resume {straight['run']}/checkpoint.pt", tmp_path)
     for key in ("global_step", "success_rate", "episodic_return"):
         assert result[key] == straight[key]
+
+
+def assert_resumed_with(run, straight, tmp_path, optimizers, fixed=("--buffer-size 123456",)):
+    """A run goes on with another learning rate, and refuses to go on with a replay of another size."""
+    checkpoint = f"--resume {straight['run']}/checkpoint.pt --total-timesteps {straight['global_step'] + 1}"
+    content = torch.load(f"{run(f'{checkpoint} --learning-rate 0.125', tmp_path)['run']}/checkpoint.pt")
+    assert [group["lr"] for name in optimizers for group in content[name]["param_groups"]] == [0.125] * len(optimizers)
+    for flag in fixed:
+        said = run(f"{checkpoint} {flag}", tmp_path, status=2)
+        assert said == f"error: {flag.split()[0]} cannot change on --resume: leave it out\n"
