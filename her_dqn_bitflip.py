@@ -93,6 +93,8 @@ class Args:
     """transitions in a minibatch (App. A: 128)"""
     learning_rate: float = 1e-3
     """Adam's step size (App. A: 0.001)"""
+    anneal_lr: bool = False
+    """lower it linearly to 0 at `--total-timesteps`: what 75 bits and more need, see docs/her_dqn_bitflip.md"""
     gamma: float = 0.98
     """discount factor (App. A: 0.98)"""
     strategy: Literal["future", "final", "episode", "random", "none"] = "future"
@@ -417,8 +419,6 @@ def train(args, saved):
         if args.buffer_size != saved["args"].buffer_size:
             raise BadInput("--buffer-size cannot change on --resume: leave it out")
         load_modules(modules, saved)
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate  # not that of the saved optimizer
         rb.load_state_dict(saved["replay"])
         progress = Progress(**saved["progress"])
 
@@ -471,6 +471,9 @@ def train(args, saved):
         next_inputs = q_network.inputs(data["next_observation"], data["desired_goal"])
 
         # ALGO LOGIC: learn
+        left = max(0, 1 - progress.global_step / args.total_timesteps) if args.anneal_lr else 1
+        for group in optimizer.param_groups:
+            group["lr"] = left * args.learning_rate
         columns = inputs, data["action"], data["reward"], next_inputs, data["terminated"]
         for x, action, reward, next_x, terminated in zip(*(column.split(args.batch_size) for column in columns)):
             with torch.no_grad():
@@ -492,7 +495,11 @@ def train(args, saved):
         sps = progress.global_step / progress.train_s
         relabelled = batch["desired_goal"][hindsight]
         scalars = {f"charts/{key}": value for key, value in summarize(episodes).items()}
-        scalars |= {"charts/SPS": sps, "charts/buffer_size": rb.end - rb.first}
+        scalars |= {
+            "charts/learning_rate": optimizer.param_groups[0]["lr"],
+            "charts/SPS": sps,
+            "charts/buffer_size": rb.end - rb.first,
+        }
         scalars |= {"losses/td_loss": loss.item(), "losses/q_values": q_values.mean().item()}
         scalars["charts/relabel_fraction"] = hindsight.mean()
         if len(relabelled):

@@ -213,6 +213,16 @@ def test_eight_bits_are_solved_and_the_run_leaves_what_the_interface_says(straig
     np.testing.assert_allclose(np.mean(shares), 0.8, atol=0.01)
 
 
+def test_the_learning_rate_goes_to_zero(tmp_path):
+    result = run(SMALL + " --total-timesteps 1000 --anneal-lr --learning-rate 0.5", tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rates = EventAccumulator(result["run"]).Reload().Scalars("charts/learning_rate")
+    expected = [0.5 * max(0, 1 - rate.step / 1000) for rate in rates]
+    np.testing.assert_allclose([rate.value for rate in rates], expected, rtol=1e-6)
+    assert 0.4 < expected[0] < 0.5 and expected[-1] == 0
+
+
 def test_the_shaped_reward_trains(tmp_path):
     result = run(SMALL + " --reward shaped", tmp_path)
     assert result["success_rate"] == 1.0 and result["episodic_return"] < -5  # not -1 a step: it starts 4 bits off
