@@ -94,7 +94,7 @@ class Args:
     learning_rate: float = 1e-3
     """Adam's step size (App. A: 0.001)"""
     anneal_lr: bool = False
-    """lower it linearly to 0 at `--total-timesteps`: what 75 bits and more need, see docs/her_dqn_bitflip.md"""
+    """lower it linearly to 0 at `--total-timesteps`: what 75 bits need, see docs/her_dqn_bitflip.md"""
     gamma: float = 0.98
     """discount factor (App. A: 0.98)"""
     strategy: Literal["future", "final", "episode", "random", "none"] = "future"

@@ -118,7 +118,7 @@ BITFLIP = {
         threshold=0.99,
     ),
     "bitflip-beyond": Experiment(
-        claim="75 bits and more, beyond the paper's figure: what it takes is a step size that goes to 0",
+        claim="75 bits, beyond the paper's figure: what it takes is a step size that goes to 0",
         script="her_dqn_bitflip.py",
         arguments="--eval-frequency 250000 --epsilon 0.5",
         variants={
