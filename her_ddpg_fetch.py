@@ -8,26 +8,20 @@ Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017: Algorithm 1, S
 
 import contextlib
 import copy
-import csv
-import dataclasses
-import difflib
+import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import io
 import json
 import math
 import multiprocessing
 import os
-import platform
-import re
-import shutil
 import signal
-import subprocess
 import sys
+import threading
 import time
-import warnings
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Optional
 
 import gymnasium as gym
@@ -37,137 +31,72 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """name of the experiment, a part of the run's name"""
-    seed: int = 1
-    """seed of networks, exploration, tasks and replay; evaluation tasks are drawn apart from training tasks"""
-    torch_deterministic: bool = True
-    """deterministic torch kernels only (`--no-torch-deterministic` allows others)"""
-    cuda: bool = True
-    """learn on a GPU if there is one, else on the CPU (`--no-cuda`: always on the CPU)"""
-    num_threads: int = 1
-    """torch threads of the learner; 1 is best for small networks on a shared CPU"""
-    track: bool = False
-    """log to Weights & Biases too (needs `pip install wandb`)"""
-    wandb_project_name: str = "hindsight"
-    """W&B project"""
-    wandb_entity: Optional[str] = None
-    """W&B team or user; None: your default one"""
-    capture_video: bool = False
-    """film the first episode of each evaluation (needs `pip install moviepy`)"""
-    save_model: bool = False
-    """write the trained policy to model.pt"""
-    quiet: bool = False
-    """no progress on the terminal"""
-    run_dir: str = "runs"
-    """folder that gets one new folder a run"""
-    resume: Optional[str] = None
-    """checkpoint.pt to continue from; its arguments hold wherever the command line gives no others"""
-    evaluate: Optional[str] = None
-    """model.pt or checkpoint.pt to play for `--eval-episodes` episodes instead of training"""
-    checkpoint_frequency: int = 100_000
-    """environment steps between checkpoints; 0: only on Ctrl-C or SIGTERM"""
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]  # name of the experiment, a part of the run's name
+    seed: int = 1  # of networks, exploration, tasks and replay; evaluation tasks are drawn apart from training tasks
+    torch_deterministic: bool = True  # deterministic torch kernels only (`--no-torch-deterministic` allows others)
+    cuda: bool = True  # learn on a GPU if there is one, else on the CPU (`--no-cuda`: always on the CPU)
+    num_threads: int = 1  # torch threads of the learner; 1 is best for small networks on a shared CPU
+    track: bool = False  # log to Weights & Biases too (needs `pip install wandb`)
+    wandb_project_name: str = "hindsight"  # W&B project
+    wandb_entity: Optional[str] = None  # W&B team or user; None: your default one
+    capture_video: bool = False  # film the first episode of each evaluation (needs `pip install moviepy`)
+    save_model: bool = False  # write the trained policy to model.pt
+    quiet: bool = False  # no progress on the terminal
+    run_dir: str = "runs"  # folder that gets one new folder a run
+    resume: Optional[str] = None  # folder of a run, or its checkpoint.pt, to go on with; its arguments hold by default
+    evaluate: Optional[str] = None  # model.pt, checkpoint.pt or folder of a run to play `--eval-episodes` episodes with
+    checkpoint_frequency: int = 100_000  # environment steps between checkpoints; 0: at the end and on Ctrl-C
 
-    env_id: str = "FetchPush-v4"
-    """Gymnasium id of a goal-conditioned environment; a version that is gone runs as the newest one"""
-    env_module: Optional[str] = None
-    """module to import first, for environments of your own (here: `envs`, the paper's task variants)"""
-    total_timesteps: int = 700_000
-    """environment steps, all environments and ranks counted"""
-    eval_frequency: int = 20_000
-    """environment steps between evaluations"""
-    eval_episodes: int = 100
-    """episodes of an evaluation"""
+    env_id: str = "FetchPush-v4"  # Gymnasium id of an environment with goals; a version that is gone runs as the newest
+    env_module: Optional[str] = None  # module to import first, for environments of your own (here: `envs`, the paper's)
+    max_episode_steps: Optional[int] = None  # time limit of an episode in steps; None: the environment's own
+    total_timesteps: int = 700_000  # environment steps, all environments and ranks counted
+    eval_frequency: int = 20_000  # environment steps between evaluations
+    eval_episodes: int = 100  # episodes of an evaluation
 
-    num_envs: int = 16
-    """environments of a rank; a cycle is one episode in each (App. A: 16)"""
-    num_workers: int = 2
-    """processes of a rank that step its environments"""
-    overlap: bool = True
-    """play the next cycle while learning, with the policy from before it (`--no-overlap`: in turn, as in the paper)"""
-    buffer_size: int = 1_000_000
-    """transitions in a rank's replay buffer (App. A: 1e6)"""
-    batch_size: int = 512
-    """transitions in a rank's minibatch (App. A: 128)"""
-    learning_rate: float = 1e-3
-    """Adam's step size (App. A: 0.001)"""
-    gamma: float = 0.98
-    """discount factor (App. A: 0.98)"""
+    num_envs: int = 16  # environments of a rank; a cycle is one episode in each (App. A: 16)
+    num_workers: int = 2  # processes of a rank that step its environments
+    overlap: bool = True  # play while learning, with the policy of before (`--no-overlap`: in turn, as in the paper)
+    buffer_size: int = 1_000_000  # transitions in a rank's replay buffer (App. A: 1e6)
+    batch_size: int = 512  # transitions in a rank's minibatch (App. A: 128)
+    learning_rate: float = 1e-3  # Adam's step size (App. A: 0.001)
+    gamma: float = 0.98  # discount factor (App. A: 0.98)
+    # achieved goals to relabel with (Sec. 4.5): later in the episode, its last, any of it, any in the buffer, none
     strategy: Literal["future", "final", "episode", "random", "none"] = "future"
-    """achieved goals to relabel with (Sec. 4.5): later in the episode, its last, any of it, any in the buffer, none"""
-    k: float = 4
-    """relabelled samples for each one with its own goal (Sec. 4.5); 0: no HER"""
-    past_goals: float = 0.25
-    """share of the relabelled samples that take a desired goal of any stored episode instead (paper: 0)"""
-    redraws: int = 8
-    """times that a hindsight goal which was met before the step already is drawn again, step and all (paper: 0)"""
-    train_frequency: int = 4
-    """environment steps of a rank for each update (App. A: 20, 16 episodes of 50 steps then 40 updates)"""
-    tau: float = 0.05
-    """step of the target networks towards the networks (App. A: 0.05)"""
-    target_network_frequency: int = 1
-    """updates between steps of the target networks (App. A: 40)"""
-    hidden_size: int = 128
-    """units in a hidden layer (App. A: 64)"""
-    num_layers: int = 3
-    """hidden layers of actor and critic (App. A: 3)"""
-    input_scale: float = 3.0
-    """deviation of the networks' scaled inputs; above 1, networks tell near positions apart sooner (App. A: 1)"""
-    action_penalty: float = 2.0
-    """weight of the squared inputs of the actor's tanh in its loss (App. A does not give it; 1 in common use)"""
-    exploration_noise: float = 0.2
-    """deviation of the normal noise on actions in [-1, 1] (App. A: 5% of the range, 0.1)"""
-    random_action: float = 0.3
-    """probability of a uniform action (App. A: 0.2)"""
-    count_bonus: float = 0.0
-    """alpha of the exploration bonus alpha / sqrt(visits) of Sec. 4.2's baseline (paper: 1); 0: no bonus"""
-    count_cell: float = 0.01
-    """edge of the bonus' grid over (achieved - desired goal), in the goal's unit (paper: 1 cm)"""
+    k: float = 4  # relabelled samples for each one with its own goal (Sec. 4.5); 0: no HER
+    past_goals: float = 0.25  # share of the relabelled that take a desired goal of any stored episode (paper: 0)
+    redraws: int = 8  # times that a hindsight goal met before the step is drawn again, step and all (paper: 0)
+    train_frequency: int = 4  # environment steps of a rank for each update (App. A: 20, 16 episodes then 40 updates)
+    tau: float = 0.05  # step of the target networks towards the networks (App. A: 0.05)
+    target_network_frequency: int = 1  # updates between steps of the target networks (App. A: 40)
+    hidden_size: int = 128  # units in a hidden layer (App. A: 64)
+    num_layers: int = 3  # hidden layers of actor and critic (App. A: 3)
+    input_scale: float = 3.0  # deviation of the networks' inputs; above 1, near positions differ more (App. A: 1)
+    action_penalty: float = 2.0  # weight of the squared inputs of the actor's tanh in its loss (App. A gives none)
+    exploration_noise: float = 0.2  # deviation of the normal noise on actions in [-1, 1] (App. A: 5% of the range, 0.1)
+    random_action: float = 0.3  # probability of a uniform action (App. A: 0.2)
+    count_bonus: float = 0.0  # alpha of the exploration bonus alpha / sqrt(visits) of Sec. 4.2 (paper: 1); 0: no bonus
+    count_cell: float = 0.01  # edge of the bonus' grid over (achieved - desired goal), in the goal's unit (paper: 1 cm)
 
 
-class BadInput(Exception):
-    """What the user gave cannot work; exit status 2."""
-
-
-class RunFailed(Exception):
-    """A run broke off; exit status 1."""
-
-
-# ------------------------------------------------------------------------------------------------------ environments
-def make_env(env_id, env_module=None, **kwargs):
+# ------------------------------------------------------------------------------------------------------- environments
+def make_env(args, **kwargs):
     """Make a goal-conditioned environment; a version that is not registered (any more) runs as the newest one."""
     with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # it prints news on import
         gym.register_envs(importlib.import_module("gymnasium_robotics"))
-    if env_module:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
-        try:
-            importlib.import_module(env_module)
-        except ImportError as e:
-            raise BadInput(f"cannot import --env-module {env_module}: {e}") from e
-    if env_id not in gym.registry:
-        name, version = re.fullmatch(r"(.*?)(?:-v(\d+))?", env_id).groups()
-        newest = max((s.version or 0 for s in gym.registry.values() if f"{name}-v{s.version}" == s.id), default=-1)
-        if newest < int(version or 0):
-            close = ", ".join(difflib.get_close_matches(env_id, gym.registry, 3)) or "none is close"
-            raise BadInput(f"unknown --env-id {env_id}; did you mean: {close}?")
-        env_id = f"{name}-v{newest}"
-    try:
-        env = gym.make(env_id, disable_env_checker=True, **kwargs)
-    except AssertionError as e:  # the bare assertion of a mujoco that this gymnasium-robotics cannot use
-        pair = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mujoco", "gymnasium-robotics"))
-        raise BadInput(f"{env_id} cannot be made: {pair} do not fit together; pip install mujoco==3.11.0") from e
-    except Exception as e:
-        raise BadInput(f"{env_id} cannot be made: {e}") from e
-    missing = {"observation", "achieved_goal", "desired_goal"} - set(getattr(env.observation_space, "spaces", {}))
-    if missing or not hasattr(env.unwrapped, "compute_reward"):
-        raise BadInput(f"{env_id} has no goals: HER needs observation, achieved_goal, desired_goal and compute_reward")
-    if not isinstance(env.action_space, gym.spaces.Box):
-        raise BadInput(f"{env_id} has actions of type {type(env.action_space).__name__}; DDPG needs a Box")
+    if args.env_module:
+        sys.path += [os.getcwd()]
+        importlib.import_module(args.env_module)
+    env_id, (name, _, version) = args.env_id, args.env_id.rpartition("-v")
+    if env_id not in gym.registry and version.isdigit():
+        newest = max((s.version or 0 for s in gym.registry.values() if s.id == f"{name}-v{s.version}"), default=-1)
+        env_id = f"{name}-v{newest}" if newest >= int(version) else env_id
+    env = gym.make(env_id, disable_env_checker=True, max_episode_steps=args.max_episode_steps, **kwargs)
     if hasattr(env.unwrapped, "_model_names") and "Fetch" in type(env.unwrapped).__name__:
         # Each Fetch step reads the state of all joints by name and keeps the last two: look up those alone.
         names = env.unwrapped._model_names
@@ -175,41 +104,52 @@ def make_env(env_id, env_module=None, **kwargs):
     return env
 
 
-def describe(env, args):
-    """Shapes of the observations, which of them the policy sees, and the sizes of the actor network.
-
-    An environment whose policy is to see other than its critic offers `actor_observation` (App. A, Sec. 4.6).
-    """
-    if env.spec.id != args.env_id:
-        print(f"{args.env_id} is not registered (any more): running {env.spec.id}", file=sys.stderr)
-    dims = {key: space.shape for key, space in env.observation_space.spaces.items()}
-    if any(len(shape) != 1 for shape in dims.values()):
-        raise BadInput(f"{args.env_id} has observations that are not vectors: {dims}")
-    actor_key = "actor_observation" if "actor_observation" in dims else "observation"
-    sizes = [*dims[actor_key], *dims["desired_goal"], 0, *env.action_space.shape]
-    return dims, actor_key, [*sizes, args.hidden_size, args.num_layers, args.input_scale]
-
-
 def vectorized(goal_function, achieved, desired):
-    """Wrap `compute_reward` or `compute_terminated` so that it takes batches of goals, (n, goal_dim) -> (n,).
-
-    One call for the whole batch where that gives what row after row gives on the trial rows, else row after row.
-    """
+    """Have `compute_reward` or `compute_terminated` take batches of goals, (n, goal_dim) -> (n,): all at once, if that
+    gives on trial rows what row after row gives."""
 
     def at_once(achieved, desired, info):
         return np.broadcast_to(np.float32(goal_function(achieved, desired, info)), len(achieved)).copy()
 
     def by_row(achieved, desired, info):
-        rows = range(len(achieved))
-        values = [goal_function(achieved[i], desired[i], {key: info[key][i] for key in info}) for i in rows]
-        return np.array(values, np.float32)
+        infos = ({key: values[i] for key, values in info.items()} for i in range(len(achieved)))
+        return np.array([goal_function(*row) for row in zip(achieved, desired, infos)], np.float32)
 
-    trial = np.stack([achieved, desired, achieved, desired]), np.stack([desired, desired, desired, achieved])
-    trial += ({"previous_achieved_goal": trial[0]},)
+    goals = np.stack([achieved, desired, achieved, desired]), np.stack([desired, desired, desired, achieved])
+    trial = *goals, {"previous_achieved_goal": goals[0]}
+    with or_fail(f"{goal_function.__qualname__} is asked again, for stored goals alone, and fails"):
+        expected = by_row(*trial)
     try:
-        return at_once if np.allclose(at_once(*trial), by_row(*trial)) else by_row
+        return at_once if np.allclose(at_once(*trial), expected) else by_row
     except Exception:
         return by_row
+
+
+def probe(args):
+    """Make the environment and play an episode: what HER cannot learn from is refused in one line.
+
+    Returns it, and its compute_reward and compute_terminated (None if it has none) for batches.
+    """
+    try:
+        env = make_env(args)
+        spaces, core = getattr(env.observation_space, "spaces", {}), env.unwrapped
+        if {"observation", "achieved_goal", "desired_goal"} - spaces.keys() or not hasattr(core, "compute_reward"):
+            raise TypeError("it has no goals: HER needs observation, achieved_goal, desired_goal and compute_reward")
+        if any(len(space.shape or ()) != 1 for space in (*spaces.values(), env.action_space)):
+            raise TypeError("observations, goals and actions have to be vectors of numbers")
+        if env.spec.max_episode_steps is None:
+            raise TypeError("without a time limit an episode may never end: give one with --max-episode-steps")
+        ENVS["probe"] = [env]
+        (episode,) = play_episodes(args, "probe", MLP(env, args).state_dict(), False, [args.seed])
+        goals = episode["achieved_goal"][0], episode["desired_goal"][0]
+        functions = [getattr(core, name, None) for name in ("compute_reward", "compute_terminated")]
+        functions = [function and vectorized(function, *goals) for function in functions]
+    except Exception as e:
+        bare = "mujoco 3.12 and newer break the Fetch tasks: pip install mujoco==3.11.0"  # says nothing else
+        fail(f"--env-id {args.env_id} cannot be used: {type(e).__name__} {str(e) or bare}")
+    if env.spec.id != args.env_id:
+        print(f"{args.env_id} is not registered (any more): running {env.spec.id}", file=sys.stderr)
+    return env, *functions
 
 
 # ALGO LOGIC: networks ------------------------------------------------------------------------------------------------
@@ -238,51 +178,63 @@ class NetworkInput(nn.Module):
             dist.all_reduce(new)
         self.sums += new
         count, total, squares = self.sums
-        variance = squares / count - (total / count).square()
         self.mean.copy_(total / count)
+        variance = squares / count - (total / count).square()
         self.std.copy_(variance.clamp(min=1e-4).sqrt())  # at least 0.01, so that nearly constant inputs stay small
 
 
 class MLP(nn.Module):
-    """Actor: (s, g) -> inputs of its tanh, (n, action_dim). Critic: (s, g, action) -> Q, (n, 1)."""
+    """Actor: (s, g) -> inputs of its tanh, (n, action_dim). Critic: (s, g, action) -> Q, (n, 1).
 
-    def __init__(self, obs_dim, goal_dim, action_dim, out_dim, hidden_size, num_layers, input_scale):
+    Where the environment has an `actor_observation`, the actor sees that and the critic the rest (App. A, Sec. 4.6).
+    """
+
+    def __init__(self, env, args, critic=False):
         super().__init__()
-        self.input = NetworkInput(obs_dim, goal_dim, input_scale)
-        sizes = [self.input.dim + action_dim] + [hidden_size] * num_layers
+        dims = {key: space.shape[0] for key, space in env.observation_space.items()}
+        self.obs_key = "actor_observation" if "actor_observation" in dims and not critic else "observation"
+        self.input = NetworkInput(dims[self.obs_key], dims["desired_goal"], args.input_scale)
+        (action_dim,) = env.action_space.shape
+        sizes = [self.input.dim + action_dim * critic] + [args.hidden_size] * args.num_layers
         hidden = [layer for i, o in zip(sizes, sizes[1:]) for layer in (nn.Linear(i, o), nn.ReLU())]
-        self.layers = nn.Sequential(*hidden, nn.Linear(hidden_size, out_dim))
+        self.layers = nn.Sequential(*hidden, nn.Linear(args.hidden_size, 1 if critic else action_dim))
 
     def forward(self, obs, achieved_goal, desired_goal, *action):
         return self.layers(torch.cat([self.input(obs, achieved_goal, desired_goal), *action], -1))
 
 
-# ------------------------------------------------------------------------------------------------------- simulation
-def play_episodes(envs, actor, seeds, exploration=None):
-    """Play one episode in each environment, all in step. Returns a dict of float32 arrays for each episode.
+# ALGO LOGIC: playing episodes ----------------------------------------------------------------------------------------
+ENVS = {}  # of this process, for each use: training and evaluation have environments of their own
 
-    `exploration`: None for the policy itself, or (noise, random_action) as in App. A, exploration.
-    Everything random follows from `seeds`, one for each environment, so that workers carry no state.
+
+def play_episodes(args, use, actor_state, explore, seeds):
+    """Play an episode for each seed, all in step. Returns a dict of float32 arrays for each episode.
+
+    Everything random follows from `seeds`, so that it does not matter which process plays what.
     """
+    envs = ENVS.setdefault(use, [])
+    envs += [make_env(args) for _ in range(len(seeds) - len(envs))]
+    actor = MLP(envs[0], args)
+    actor.load_state_dict({key: torch.as_tensor(value) for key, value in actor_state.items()})
     rng = np.random.default_rng(seeds)
     low, high = envs[0].action_space.low, envs[0].action_space.high
-    episodes = [{key: [] for key in ("action", "reward", "terminated", "success")} for _ in envs]
+    episodes = [{key: [] for key in ("action", "reward", "terminated", "success")} for _ in seeds]
     for env, seed, episode in zip(envs, seeds, episodes):
-        episode.update({key: [value] for key, value in env.reset(seed=seed)[0].items()})
-    obs_key = "actor_observation" if "actor_observation" in episodes[0] else "observation"  # App. A, Sec. 4.6
-    playing = range(len(envs))
+        # Copies, here and below: an environment may change later what it returned.
+        episode.update({key: [np.array(value, np.float32)] for key, value in env.reset(seed=seed)[0].items()})
+    playing = range(len(seeds))
     while playing:
-        keys = (obs_key, "achieved_goal", "desired_goal")
-        state = [torch.from_numpy(np.array([episodes[i][key][-1] for i in playing], np.float32)) for key in keys]
+        keys = (actor.obs_key, "achieved_goal", "desired_goal")
+        state = [np.array([episodes[i][key][-1] for i in playing]) for key in keys]
+        assert np.isfinite(np.hstack(state)).all(), "the environment gave an observation that is not a number"
         with torch.no_grad():
-            action = torch.tanh(actor(*state)).numpy()
-        if exploration is not None:
-            noise, random_action = exploration
-            action = np.clip(action + noise * rng.standard_normal(action.shape, np.float32), -1, 1)
+            action = torch.tanh(actor(*map(torch.from_numpy, state))).numpy()
+        assert np.isfinite(action).all(), "the policy gave an action that is not a number: lower --learning-rate"
+        if explore:  # App. A, exploration
+            noise = args.exploration_noise * rng.standard_normal(action.shape, np.float32)
             uniform = rng.uniform(-1, 1, action.shape).astype(np.float32)
-            action = np.where(rng.random((len(action), 1)) < random_action, uniform, action)
-        if not np.isfinite(action).all():  # the simulator would only warn
-            raise RunFailed("the policy gave an action that is not a number; lower --learning-rate")
+            random_action = rng.random((len(action), 1)) < args.random_action
+            action = np.where(random_action, uniform, np.clip(action + noise, -1, 1))
         ended = set()
         for i, a in zip(playing, action):
             next_obs, reward, terminated, truncated, info = envs[i].step(low + (a + 1) / 2 * (high - low))
@@ -291,300 +243,15 @@ def play_episodes(envs, actor, seeds, exploration=None):
                 goal = next_obs["desired_goal"]
                 success = reward >= envs[i].unwrapped.compute_reward(goal, goal, info)
             step = dict(next_obs, action=a, reward=reward, terminated=terminated, success=success)
-            for key, value in step.items():
-                episodes[i][key].append(value)
+            for key, values in episodes[i].items():
+                values.append(np.array(step[key], np.float32))
             if terminated or truncated:
                 ended.add(i)
         playing = [i for i in playing if i not in ended]
-    return [{key: np.asarray(values, np.float32) for key, values in episode.items()} for episode in episodes]
-
-
-def worker(connection, env_id, env_module, num_envs, actor_sizes):
-    """A process that plays the episodes it is asked for; training and evaluation have environments of their own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the learner, which then lets us go
-    torch.set_num_threads(1)
-    actor = MLP(*actor_sizes)
-    pools = {}
-    with contextlib.suppress(EOFError, OSError):  # the learner is gone
-        while True:
-            pool, state, seeds, exploration = connection.recv()
-            try:
-                envs = pools.setdefault(pool, [])
-                envs += [make_env(env_id, env_module) for _ in range(min(num_envs, len(seeds)) - len(envs))]
-                actor.load_state_dict({key: torch.from_numpy(value) for key, value in state.items()})
-                episodes = []
-                for i in range(0, len(seeds), num_envs):
-                    part = seeds[i : i + num_envs]
-                    episodes += play_episodes(envs[: len(part)], actor, part, exploration)
-                connection.send(episodes)
-            except Exception as e:
-                connection.send(e if isinstance(e, (BadInput, RunFailed)) else RunFailed(f"{type(e).__name__}: {e}"))
-
-
-class Simulators:
-    """`num_workers` processes that play episodes while the caller goes on: `start` some, `finish` to have them."""
-
-    def __init__(self, args, actor_sizes):
-        context = multiprocessing.get_context("spawn")
-        self.connections, self.asked, self.done = [], [], {}
-        for _ in range(args.num_workers):
-            ours, theirs = context.Pipe()
-            share = math.ceil(args.num_envs / args.num_workers)
-            job = (theirs, args.env_id, args.env_module, share, actor_sizes)
-            context.Process(target=worker, args=job, daemon=True).start()
-            theirs.close()
-            self.connections.append(ours)
-
-    def start(self, pool, actor_state, seeds, exploration=None):
-        """Ask for one episode for each seed in the environments of `pool`, with the actor of that state dict."""
-        actor_state = {key: value.cpu().numpy() for key, value in actor_state.items()}
-        for i, connection in enumerate(self.connections):
-            connection.send((pool, actor_state, seeds[i :: len(self.connections)], exploration))
-        self.asked.append(pool)
-
-    def finish(self, pool):
-        """The episodes last asked of `pool`. Raises what went wrong in a worker."""
-        while pool not in self.done:
-            try:
-                results = [connection.recv() for connection in self.connections]
-            except (EOFError, OSError) as e:
-                raise RunFailed("a worker process died; was it out of memory?") from e
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
-            self.done[self.asked.pop(0)] = [episode for result in results for episode in result]
-        return self.done.pop(pool)
-
-
-# ALGO LOGIC: replay and hindsight ----------------------------------------------------------------------------------
-class ReplayBuffer:
-    """Ring of transitions. A step is known by its number since the start, `row = step % capacity`; all episodes are
-    whole: when the ring overwrites the first steps of an episode, the rest of it is forgotten too."""
-
-    def __init__(self, capacity, dims):
-        need = capacity * (4 * sum(math.prod(dim) for dim in dims.values()) + 16) / 2**30
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        if need > have:
-            raise BadInput(f"--buffer-size {capacity} takes {need:.1f} GiB, this machine has {have:.1f} GiB")
-        self.capacity, self.first, self.end = capacity, 0, 0  # steps first .. end - 1 are stored
-        self.data = {key: np.zeros((capacity, *dim), np.float32) for key, dim in dims.items()}
-        self.episode_start, self.episode_end = np.zeros((2, capacity), np.int64)
-
-    def add(self, episode):
-        """Store an episode of T steps; the observations and achieved goals have T + 1 rows, the first before step 0."""
-        length = len(episode["action"])
-        if length > self.capacity:
-            raise BadInput(f"an episode of {length} steps does not fit into --buffer-size {self.capacity}")
-        while self.end + length - self.first > self.capacity:
-            self.first = int(self.episode_end[self.first % self.capacity])
-        rows = np.arange(self.end, self.end + length) % self.capacity
-        for key, array in self.data.items():
-            if key.startswith("next_"):
-                array[rows] = episode[key.removeprefix("next_")][1:]
-            else:
-                array[rows] = episode[key][:length]
-        self.episode_start[rows], self.episode_end[rows] = self.end, self.end + length
-        self.end += length
-
-    def hindsight_steps(self, strategy, steps, rng):
-        """The steps whose outcome becomes the goal of each of `steps` (Sec. 4.5)."""
-        rows = steps % self.capacity
-        if strategy == "future":  # the step itself counts: its outcome is achieved at t + 1
-            return rng.integers(steps, self.episode_end[rows])
-        if strategy == "final":
-            return self.episode_end[rows] - 1
-        if strategy == "episode":
-            return rng.integers(self.episode_start[rows], self.episode_end[rows])
-        if strategy == "random":
-            return rng.integers(self.first, self.end, len(steps))
-        return steps  # none: nobody asks for them
-
-    def sample(self, args, compute_reward, rng):
-        """A minibatch (dict of arrays) with the goals of k / (k + 1) of it replaced, and which those are.
-
-        To relabel while sampling is the same as to store k relabelled copies of each transition (Algorithm 1).
-        """
-        steps = rng.integers(self.first, self.end, args.batch_size)
-        strategy = args.strategy if args.k else "none"
-        k = 0 if strategy == "none" else args.k
-        draw = rng.random(args.batch_size) * (k + 1)
-        hindsight, past = draw < k, draw < k * args.past_goals
-        outcomes = self.hindsight_steps(strategy, steps, rng)
-        again = np.flatnonzero(hindsight & ~past)
-        for _ in range(args.redraws):
-            if len(again) == 0:
-                break
-            before = self.data["achieved_goal"][steps[again] % self.capacity]
-            goal = self.data["next_achieved_goal"][outcomes[again] % self.capacity]
-            info = {"previous_achieved_goal": before}
-            again = again[compute_reward(before, goal, info) >= compute_reward(goal, goal, info)]
-            steps[again] = rng.integers(self.first, self.end, len(again))
-            outcomes[again] = self.hindsight_steps(strategy, steps[again], rng)
-        batch = {key: array[steps % self.capacity] for key, array in self.data.items()}
-        others = rng.integers(self.first, self.end, args.batch_size)
-        batch["desired_goal"][hindsight] = self.data["next_achieved_goal"][outcomes[hindsight] % self.capacity]
-        batch["desired_goal"][past] = self.data["desired_goal"][others[past] % self.capacity]
-        return batch, hindsight
-
-    def state_dict(self):
-        used = slice(min(self.end, self.capacity))
-        arrays = dict(self.data, episode_start=self.episode_start, episode_end=self.episode_end)
-        return {"first": self.first, "end": self.end} | {k: torch.from_numpy(a[used]) for k, a in arrays.items()}
-
-    def load_state_dict(self, state):
-        self.first, self.end = state["first"], state["end"]
-        for key, array in dict(self.data, episode_start=self.episode_start, episode_end=self.episode_end).items():
-            array[: len(state[key])] = state[key].numpy()
-
-
-class CountBonus:
-    """Bonus alpha / sqrt(N) for the object being where it seldom was relative to its target (baseline of Sec. 4.2)."""
-
-    def __init__(self, alpha, cell, goal_dim, size=2**20):
-        self.alpha, self.cell = alpha, cell
-        self.visits = np.zeros(size, np.int64)  # a hash table: of a million entries two cells seldom share one
-        self.multipliers = np.random.default_rng(0).integers(1, 2**31, goal_dim)
-
-    def index(self, achieved, desired):
-        return np.floor((achieved - desired) / self.cell).astype(np.int64) @ self.multipliers % len(self.visits)
-
-    def add(self, achieved, desired):
-        np.add.at(self.visits, self.index(achieved, desired), 1)
-
-    def __call__(self, achieved, desired):
-        return self.alpha / np.sqrt(np.maximum(self.visits[self.index(achieved, desired)], 1)).astype(np.float32)
-
-
-# ------------------------------------------------------------------------------------------------------------- files
-FORMAT = "her_ddpg_fetch 1"
-
-
-def save(path, content):
-    """Write to a temporary name, then rename: `path` is always whole, the earlier one or the new one."""
-    try:
-        torch.save(content, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-    except (OSError, RuntimeError) as e:
-        with contextlib.suppress(OSError):
-            os.remove(f"{path}.tmp")
-        raise RunFailed(f"cannot write {path} (disk full?), an earlier one is kept: {str(e).splitlines()[0]}") from e
-
-
-def load(path):
-    """Read a checkpoint.pt or model.pt: tensors and plain values, onto the CPU."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        if content["format"] == FORMAT:
-            content["args"] = Args(**content["args"] | {"resume": None, "evaluate": None})
-            return content
-    except OSError as e:
-        raise BadInput(f"cannot read {path}: {e.strerror}") from e
-    except Exception:
-        pass
-    raise BadInput(f"{path} is not a whole checkpoint.pt or model.pt of her_ddpg_fetch.py")
-
-
-def load_modules(modules, saved):
-    try:
-        for name, module in modules.items():
-            module.load_state_dict(saved[name])
-    except (KeyError, RuntimeError, ValueError) as e:
-        reason = str(e).splitlines()[-1].strip()
-        raise BadInput(f"what was saved does not fit this environment and these network sizes: {reason}") from e
-
-
-def rank_file(path, rank):
-    """Each rank of torchrun has a checkpoint of its own: checkpoint.pt, checkpoint-rank1.pt, ..."""
-    return path if rank == 0 else path.replace(".pt", f"-rank{rank}.pt")
-
-
-def new_run_folder(args):
-    """Make the run's folder and write args.json: arguments, versions, machine and commit."""
-    name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    path = os.path.join(args.run_dir, name)
-    try:
-        os.makedirs(path)
-    except FileExistsError:  # another run has this second's name
-        time.sleep(0.2)
-        return new_run_folder(args)
-    except OSError as e:
-        raise BadInput(f"cannot make {path}: {e.strerror}; choose another --run-dir") from e
-    packages = ("torch", "numpy", "gymnasium", "gymnasium-robotics", "mujoco")
-    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
-    commit = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
-    about = {
-        "args": dataclasses.asdict(args),
-        "versions": {"python": platform.python_version()} | {name: installed.get(name) for name in packages},
-        "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
-        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
-    }
-    with open(f"{path}/args.json", "w") as file:
-        json.dump(about, file, indent=2)
-    return path
-
-
-def open_writer(args, run):
-    from torch.utils.tensorboard import SummaryWriter
-
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": os.path.basename(run)}
-        wandb.init(**names, config=vars(args), sync_tensorboard=True, dir=run)
-    writer = SummaryWriter(run)
-    rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
-    writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
-    return writer
-
-
-# ---------------------------------------------------------------------------------------------------------- training
-TRAINING, EVALUATION, REPLAY = range(3)  # each use of random numbers has streams of its own
-
-
-@dataclass
-class Progress:
-    """What changes as training goes on, besides networks, optimizers and replay; saved in checkpoints.
-
-    No random generator is among it: all randomness follows from (seed, purpose, rank, cycle).
-    """
-
-    acting: dict  # state dict of the actor that plays the coming cycle
-    global_step: int = 0  # environment steps of all ranks
-    cycle: int = 0
-    updates: int = 0
-    wall_s: float = 0.0
-    train_s: float = 0.0  # without evaluations
-    reward_range: list = field(default_factory=lambda: [0.0, 0.0])  # lowest and highest reward seen
-    metrics: dict = field(default_factory=dict)  # of the last evaluation
-    eval_rows: list = field(default_factory=list)  # eval.csv
-
-
-def frozen(module):
-    """A copy of the module's state on the CPU, which later updates leave alone."""
-    return {key: value.detach().cpu().clone() for key, value in module.state_dict().items()}
-
-
-def episode_seeds(args, purpose, n, rank=0, cycle=0):
-    return np.random.SeedSequence([args.seed, purpose, rank, cycle]).generate_state(n).tolist()
-
-
-def average_gradients(parameters):
-    """Mean of the gradients over torchrun's ranks, so that all take the same step (App. A averages parameters)."""
-    if dist.is_initialized():
-        flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
-        dist.all_reduce(flat)
-        parts = flat.div_(dist.get_world_size()).split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts):
-            parameter.grad.copy_(part.view_as(parameter))
-
-
-def td_target(reward, terminated, next_q, gamma, reward_range):
-    """r + gamma Q'(s', g, pi'(s', g)), clipped to the returns that rewards in this range can add up to (App. A).
-
-    The last step before the time limit bootstraps like any other; only a termination does not.
-    """
-    low, high = (bound / (1 - gamma) for bound in reward_range)
-    return (reward + gamma * (1 - terminated) * next_q).clamp(low, high)
+    for episode in episodes:
+        episode.update({key: np.array(values) for key, values in episode.items()})
+        assert all(np.isfinite(values).all() for values in episode.values()), "a step gave what is not a number"
+    return episodes
 
 
 def summarize(episodes):
@@ -598,146 +265,159 @@ def summarize(episodes):
     return {key: float(np.mean(values, dtype=np.float64)) for key, values in of_each.items()}
 
 
-def film(args, actor, folder, name):
-    """Record the first evaluation episode as folder/name-episode-0.mp4."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a screen
-    try:
-        env = make_env(args.env_id, args.env_module, render_mode="rgb_array")
-        with warnings.catch_warnings(action="ignore"):  # the folder may hold earlier films
-            env = gym.wrappers.RecordVideo(env, folder, lambda episode: True, name_prefix=name, disable_logger=True)
-        play_episodes([env], copy.deepcopy(actor).cpu(), episode_seeds(args, EVALUATION, 1))
-        env.close()
-    except Exception as e:
-        raise BadInput(f"--capture-video does not work here: {e}") from e
+# ALGO LOGIC: replay and hindsight ------------------------------------------------------------------------------------
+class ReplayBuffer:
+    """Ring of transitions. A step is known by its number since the start, `row = step % capacity`."""
+
+    def __init__(self, capacity, dims):
+        self.capacity, self.first, self.end = capacity, 0, 0  # steps first .. end - 1 are stored
+        self.data = {key: np.zeros((capacity, *dim), np.float32) for key, dim in dims.items()}
+        self.data |= {key: np.zeros(capacity, np.int64) for key in ("episode_start", "episode_end")}
+
+    def add(self, episode):
+        """Store an episode of T steps; the observations and achieved goals have T + 1 rows, the first before step 0."""
+        length = len(episode["action"])
+        bounds = {"episode_start": np.full(length, self.end), "episode_end": np.full(length, self.end + length)}
+        rows = np.arange(self.end, self.end + length) % self.capacity
+        for key, array in self.data.items():
+            values = (episode | bounds)[key.removeprefix("next_")]
+            array[rows] = values[1:] if key.startswith("next_") else values[:length]
+        self.end += length
+        self.first = max(0, self.end - self.capacity)
+
+    def hindsight_steps(self, strategy, steps, rng):
+        """The steps whose outcome becomes the goal of each of `steps` (Sec. 4.5)."""
+        if strategy == "random":
+            return rng.integers(self.first, self.end, len(steps))
+        start, end = (self.data[key][steps % self.capacity] for key in ("episode_start", "episode_end"))
+        # A step is in its own future: its outcome is achieved at t + 1. The ring may have overwritten the start.
+        first = {"future": steps, "final": end - 1, "episode": np.maximum(start, self.first), "none": end - 1}
+        return rng.integers(first[strategy], end)
+
+    def sample(self, args, compute_reward, rng):
+        """A minibatch (dict of arrays) with the goals of k / (k + 1) of it replaced, and which those are.
+
+        That is the same as if k relabelled copies of each transition had been stored (Algorithm 1).
+        """
+        steps = rng.integers(self.first, self.end, args.batch_size)
+        strategy = args.strategy if args.k else "none"
+        k = 0 if strategy == "none" else args.k
+        draw = rng.random(args.batch_size) * (k + 1)
+        hindsight, past = draw < k, draw < k * args.past_goals
+        outcomes = self.hindsight_steps(strategy, steps, rng)
+        again = np.flatnonzero(hindsight & ~past)
+        for _ in range(args.redraws):
+            if not len(again):
+                break
+            before = self.data["achieved_goal"][steps[again] % self.capacity]
+            goal = self.data["next_achieved_goal"][outcomes[again] % self.capacity]
+            info = {"previous_achieved_goal": before}
+            again = again[compute_reward(before, goal, info) >= compute_reward(goal, goal, info)]
+            steps[again] = rng.integers(self.first, self.end, len(again))
+            outcomes[again] = self.hindsight_steps(strategy, steps[again], rng)
+        batch = {key: array[steps % self.capacity] for key, array in self.data.items() if array.dtype == np.float32}
+        others = rng.integers(self.first, self.end, args.batch_size)
+        batch["desired_goal"][hindsight] = self.data["next_achieved_goal"][outcomes[hindsight] % self.capacity]
+        batch["desired_goal"][past] = self.data["desired_goal"][others[past] % self.capacity]
+        return batch, hindsight
+
+    def state_dict(self):
+        used = slice(min(self.end, self.capacity))
+        return {"end": self.end} | {key: torch.from_numpy(array[used]) for key, array in self.data.items()}
+
+    def load_state_dict(self, state):
+        self.end, self.first = state["end"], max(0, state["end"] - self.capacity)
+        for key, array in self.data.items():
+            array[: len(state[key])] = state[key].numpy()
 
 
-def train(args, saved):
-    """Train from the start or on from the content of a checkpoint; returns the exit status."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cpu")
-    if args.cuda and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+# ALGO LOGIC: training ------------------------------------------------------------------------------------------------
+TRAINING, EVALUATION, REPLAY = range(3)  # each use of random numbers has streams of its own, by seed, rank and cycle
+
+
+def episode_seeds(args, use, n, rank=0, cycle=0):
+    return np.random.SeedSequence([args.seed, use, rank, cycle]).generate_state(n).tolist()
+
+
+def td_target(reward, terminated, next_q, gamma, reward_range):
+    """r + gamma Q'(s', g, pi'(s', g)), clipped to the returns that rewards in this range can add up to (App. A)."""
+    low, high = (bound / (1 - gamma) for bound in reward_range)
+    return (reward + gamma * (1 - terminated) * next_q).clamp(low, high)  # a time limit does not terminate
+
+
+def average_gradients(parameters):
+    """Mean of the gradients over torchrun's ranks, so that all take the same step (App. A averages parameters)."""
+    if dist.is_initialized():
+        gradients = [parameter.grad for parameter in parameters]
+        flat = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / dist.get_world_size(), gradients)
+
+
+def train(args, simulators, folder, rank=0, saved=None):
+    """Algorithm 1 from the start, or on from the content of a checkpoint. Returns the finished `Run`."""
+    env, compute_reward, compute_terminated = probe(args)
+    gpu, world_size = args.cuda and torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+    device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if gpu else "cpu")
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        names = [folder]  # all ranks take the first one's, whose name has the time of its start
+        dist.broadcast_object_list(names)
+        folder = f"{names[0]}/rank{rank}" if rank else folder
     torch.set_num_threads(args.num_threads)
     torch.set_flush_denormal(True)  # Adam's averages of units that died shrink for ever, and tiny numbers are slow
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic kernels need on a GPU
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.manual_seed(args.seed)
-
-    env = make_env(args.env_id, args.env_module)
-    dims, actor_key, actor_sizes = describe(env, args)
-    first_obs, _ = env.reset(seed=args.seed)
-    goals = first_obs["achieved_goal"], first_obs["desired_goal"]
-    compute_reward = vectorized(env.unwrapped.compute_reward, *goals)
-    compute_terminated = None
-    if hasattr(env.unwrapped, "compute_terminated"):
-        compute_terminated = vectorized(env.unwrapped.compute_terminated, *goals)
-
-    # ALGO LOGIC: replay, networks, optimizers
-    next_keys = {f"next_{key}": dims[key] for key in ("achieved_goal", "observation", actor_key)}
-    rb = ReplayBuffer(args.buffer_size, dims | next_keys | {"action": env.action_space.shape, "terminated": ()})
-    bonus = CountBonus(args.count_bonus, args.count_cell, *dims["desired_goal"]) if args.count_bonus else None
-    actor = MLP(*actor_sizes).to(device)
-    sizes = [*dims["observation"], *dims["desired_goal"], *env.action_space.shape, 1]
-    qf = MLP(*sizes, args.hidden_size, args.num_layers, args.input_scale).to(device)
+    actor, qf = MLP(env, args).to(device), MLP(env, args, critic=True).to(device)
+    dims = {key: space.shape for key, space in env.observation_space.items()}
+    next_dims = {f"next_{key}": dims[key] for key in ("achieved_goal", "observation", actor.obs_key)}
+    with or_fail(f"--buffer-size {args.buffer_size} is too large"):
+        rb = ReplayBuffer(args.buffer_size, dims | next_dims | {"action": env.action_space.shape, "terminated": ()})
     actor_target, qf_target = copy.deepcopy(actor), copy.deepcopy(qf)
+    acting = copy.deepcopy(actor)  # plays the coming cycle, while the actor learns
     actor_target.input, qf_target.input = actor.input, qf.input
     actor_parameters, qf_parameters = list(actor.parameters()), list(qf.parameters())
     target_parameters = [*actor_target.parameters(), *qf_target.parameters()]
-    actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
-    qf_optimizer = torch.optim.Adam(qf_parameters, lr=args.learning_rate, fused=True)
-    modules = {"actor": actor, "qf": qf, "actor_target": actor_target, "qf_target": qf_target}
-    modules |= {"actor_optimizer": actor_optimizer, "qf_optimizer": qf_optimizer}
-
-    progress = Progress(acting=frozen(actor))
-    if saved:
-        if "replay" not in saved:
-            raise BadInput(f"{args.resume} is a policy alone: --resume needs a checkpoint.pt")
-        if args.buffer_size != saved["args"].buffer_size:
-            raise BadInput("--buffer-size cannot change on --resume: leave it out")
-        load_modules(modules, saved)
-        for group in actor_optimizer.param_groups + qf_optimizer.param_groups:
-            group["lr"] = args.learning_rate  # not that of the saved optimizer
-        rb.load_state_dict(saved["replay"])
-        progress = Progress(**saved["progress"])
-        if bonus:
-            bonus.visits[:] = saved["visits"].numpy()
-
-    # Under torchrun each rank has its own environments and replay; parameters and input statistics stay the same.
-    simulators = Simulators(args, actor_sizes)
-    if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    run = new_run_folder(args) if rank == 0 else None
-    if world_size > 1:
-        shared = [run]
-        dist.broadcast_object_list(shared)
-        run = shared[0]
-    if rank == 0:
-        writer = open_writer(args, run)
-        eval_file = open(f"{run}/eval.csv", "w", newline="")
-        eval_csv = csv.writer(eval_file)
-        eval_csv.writerow(["seed", "global_step", "metric", "value", "n_episodes", "wall_s"])
-        eval_csv.writerows(progress.eval_rows)
-    signals = []  # Ctrl-C or SIGTERM: end the cycle, save, stop; a second one stops at once
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, _: (signals.append(signum), signal.signal(signum, signal.SIG_DFL)))
-    started = time.time() - progress.wall_s
-
-    def start_cycle():
-        seeds = episode_seeds(args, TRAINING, args.num_envs, rank, progress.cycle)
-        simulators.start(TRAINING, progress.acting, seeds, (args.exploration_noise, args.random_action))
-
-    def evaluate_policy(step):
-        """The target network plays (App. A), without noise, tasks that training does not see."""
-        simulators.start(EVALUATION, frozen(actor_target), episode_seeds(args, EVALUATION, args.eval_episodes))
-        progress.metrics = summarize(simulators.finish(EVALUATION))
-        wall_s = round(time.time() - started, 3)
-        for key, value in progress.metrics.items():
-            progress.eval_rows.append([args.seed, step, f"eval/{key}", value, args.eval_episodes, wall_s])
-            eval_csv.writerow(progress.eval_rows[-1])
-            writer.add_scalar(f"eval/{key}", value, step)
-        eval_file.flush()
-        if args.capture_video:
-            film(args, actor_target, f"{run}/videos", f"step-{step}")
-
-    def policy_file():
-        content = {"format": FORMAT, "args": dataclasses.asdict(args), "global_step": progress.global_step}
-        return content | {"actor_target": frozen(actor_target)}
-
-    if rank == 0 and not progress.eval_rows:
-        evaluate_policy(0)
-    start_cycle()
-    stop = 0
-    while progress.global_step < args.total_timesteps and not stop:
-        # ALGO LOGIC: play one episode in each environment (Algorithm 1), a cycle
+    actor_optimizer, qf_optimizer = (torch.optim.Adam(each, fused=True) for each in (actor_parameters, qf_parameters))
+    bonus = CountBonus(args.count_bonus, args.count_cell, *dims["desired_goal"])
+    parts = {"actor": actor, "qf": qf, "actor_target": actor_target, "qf_target": qf_target, "acting": acting}
+    parts |= {"actor_optimizer": actor_optimizer, "qf_optimizer": qf_optimizer, "bonus": bonus, "replay": rb}
+    run = Run(args, folder, parts, saved)
+    for optimizer in (actor_optimizer, qf_optimizer):
+        optimizer.param_groups[0]["lr"] = args.learning_rate  # not that of a checkpoint
+    if rank == 0 and not saved:
+        run.log_evaluation(evaluate(args, simulators, actor_target, folder, "step-0"))
+    stop, playing = 0, start_playing(simulators, args, TRAINING, acting, args.num_envs, rank, run.cycle)
+    while run.global_step < args.total_timesteps and not stop:
+        # Play one episode in each environment, with exploration (Algorithm 1), a cycle
         cycle_started = time.time()
-        episodes = simulators.finish(TRAINING)
-        progress.cycle += 1
+        episodes = finish_playing(args, playing)
+        run.cycle += 1
         if args.overlap:  # the simulators go on with the policy as it is now, while it is improved below
-            progress.acting = frozen(actor)
-            start_cycle()
+            acting.load_state_dict(actor.state_dict())
+            playing = start_playing(simulators, args, TRAINING, acting, args.num_envs, rank, run.cycle)
 
-        # ALGO LOGIC: store the episodes, with their own goals; hindsight comes when they are sampled
+        # Store the episodes with their own goals (Algorithm 1); hindsight comes when they are sampled
         for episode in episodes:
             rb.add(episode)
             achieved = episode["achieved_goal"]
-            if bonus:
+            if args.count_bonus:
                 bonus.add(achieved[1:], episode["desired_goal"][1:])
-            for network, key in ((actor, actor_key), (qf, "observation")):  # scaling: own and hindsight goals
+            for network in (actor, qf):  # scaling: own and hindsight goals
                 for goal in (episode["desired_goal"], np.broadcast_to(achieved[-1], achieved.shape)):
-                    network.input.update(episode[key], achieved, goal)
-        tally = torch.tensor([sum(len(episode["action"]) for episode in episodes), len(signals)])
+                    network.input.update(episode[network.obs_key], achieved, goal)
+        tally = torch.tensor([sum(len(episode["action"]) for episode in episodes), run.stopped], device=device)
         if world_size > 1:
-            tally = tally.to(device)
             dist.all_reduce(tally)
-        steps, stop = tally.tolist()
-        progress.global_step += steps
+        run.steps, stop = tally.tolist()  # all ranks stop after the same cycle
+        run.global_step += run.steps
 
-        # ALGO LOGIC: learn from minibatches with hindsight goals
-        rng = np.random.default_rng([args.seed, REPLAY, rank, progress.cycle])
-        due = progress.global_step // (args.train_frequency * world_size)
+        # Optimise on minibatches with hindsight goals (Algorithm 1)
+        rng = np.random.default_rng([args.seed, REPLAY, rank, run.cycle])
+        updates = run.global_step // (args.train_frequency * world_size) - run.updates
         relabelled = zero_rewards = 0
-        for update in range(progress.updates + 1, due + 1):
+        for _ in range(updates):
             batch, hindsight = rb.sample(args, compute_reward, rng)
             goals = batch["next_achieved_goal"], batch["desired_goal"]
             info = {"previous_achieved_goal": batch["achieved_goal"]}
@@ -746,17 +426,17 @@ def train(args, saved):
                 batch["terminated"] = compute_terminated(*goals, info)
             relabelled += hindsight.sum()
             zero_rewards += (batch["reward"][hindsight] == 0).sum()
-            if bonus:
+            if args.count_bonus:
                 batch["reward"] = batch["reward"] + bonus(*goals)
-            low, high = progress.reward_range
-            progress.reward_range = [min(low, float(batch["reward"].min())), max(high, float(batch["reward"].max()))]
+            low, high = run.reward_range
+            run.reward_range = [min(low, float(batch["reward"].min())), max(high, float(batch["reward"].max()))]
             data = {key: torch.from_numpy(value).to(device) for key, value in batch.items()}
             goals, next_goals = ([data[f"{n}achieved_goal"], data["desired_goal"]] for n in ("", "next_"))
 
             with torch.no_grad():
-                next_action = torch.tanh(actor_target(data[f"next_{actor_key}"], *next_goals))
+                next_action = torch.tanh(actor_target(data[f"next_{actor.obs_key}"], *next_goals))
                 next_q = qf_target(data["next_observation"], *next_goals, next_action).flatten()
-                target = td_target(data["reward"], data["terminated"], next_q, args.gamma, progress.reward_range)
+                target = td_target(data["reward"], data["terminated"], next_q, args.gamma, run.reward_range)
             qf_values = qf(data["observation"], *goals, data["action"]).flatten()
             qf_loss = F.mse_loss(qf_values, target)
             qf_optimizer.zero_grad()
@@ -764,7 +444,7 @@ def train(args, saved):
             average_gradients(qf_parameters)
             qf_optimizer.step()
 
-            preactivation = actor(data[actor_key], *goals)
+            preactivation = actor(data[actor.obs_key], *goals)
             penalty = preactivation.square().mean()  # keeps the tanh from saturating (App. A, network architecture)
             actor_q = qf(data["observation"], *goals, torch.tanh(preactivation)).mean()
             actor_loss = args.action_penalty * penalty - actor_q
@@ -773,125 +453,227 @@ def train(args, saved):
             average_gradients(actor_parameters)
             actor_optimizer.step()
 
-            if update % args.target_network_frequency == 0:
+            run.updates += 1
+            if run.updates % args.target_network_frequency == 0:
                 with torch.no_grad():
                     torch._foreach_lerp_(target_parameters, actor_parameters + qf_parameters, args.tau)
-        updated, progress.updates = due - progress.updates, due
         if not args.overlap:
-            progress.acting = frozen(actor)
-            start_cycle()
+            acting.load_state_dict(actor.state_dict())
+            playing = start_playing(simulators, args, TRAINING, acting, args.num_envs, rank, run.cycle)
 
-        # Record: TensorBoard, evaluation, checkpoint, terminal
-        if updated and not math.isfinite(qf_loss.item() + actor_loss.item()):
-            raise RunFailed(f"a loss is not a number at step {progress.global_step}; lower --learning-rate")
-        progress.train_s += time.time() - cycle_started
-        sps = progress.global_step / progress.train_s
-        done = progress.global_step >= args.total_timesteps
-        if rank == 0:
-            scalars = {f"charts/{key}": value for key, value in summarize(episodes).items()}
-            scalars |= {"charts/SPS": sps, "charts/buffer_size": rb.end - rb.first}
-            if updated:
-                scalars |= {"losses/qf1_loss": qf_loss.item(), "losses/qf1_values": qf_values.mean().item()}
-                scalars |= {"losses/actor_loss": actor_loss.item(), "losses/preactivation_penalty": penalty.item()}
-                scalars["charts/relabel_fraction"] = relabelled / (updated * args.batch_size)
-                scalars["charts/zero_reward_fraction"] = zero_rewards / max(1, relabelled)
-            for key, value in scalars.items():
-                writer.add_scalar(key, value, progress.global_step)
-            grid_step = progress.global_step - progress.global_step % args.eval_frequency
-            if done or grid_step > progress.global_step - steps:
-                evaluate_policy(args.total_timesteps if done else grid_step)
-            if sys.stderr.isatty() and not args.quiet:
-                left = max(0, args.total_timesteps - progress.global_step) / sps / 60
-                line = f"step {progress.global_step} of {args.total_timesteps}, {sps:.0f} steps/s, {left:.0f} min left"
-                end = "\n" if done or stop else ""
-                print(f"\r{line}, success {progress.metrics['success_rate']:.2f} ", end=end, file=sys.stderr)
-        crossed = args.checkpoint_frequency and progress.global_step % args.checkpoint_frequency < steps
-        if done or stop or crossed:
-            progress.wall_s = time.time() - started
-            content = policy_file() | {"progress": dataclasses.asdict(progress), "replay": rb.state_dict()}
-            content |= {name: module.state_dict() for name, module in modules.items()}
-            content |= {"visits": torch.from_numpy(bonus.visits)} if bonus else {}
-            save(rank_file(f"{run}/checkpoint.pt", rank), content)
-
-    if rank == 0:
-        if args.save_model:
-            save(f"{run}/model.pt", policy_file())
-        sps = progress.global_step / max(progress.train_s, 1e-9)  # a run resumed at its end plays no cycle
-        report(run, args, progress.global_step, time.time() - started, sps, progress.metrics)
-        writer.close()
-    return 130 if stop else 0
+        # Record
+        scalars = {f"charts/{key}": value for key, value in summarize(episodes).items()}
+        scalars["charts/buffer_size"] = rb.end - rb.first
+        if updates:
+            scalars |= {"losses/qf1_loss": qf_loss.item(), "losses/qf1_values": qf_values.mean().item()}
+            scalars |= {"losses/actor_loss": actor_loss.item(), "losses/preactivation_penalty": penalty.item()}
+            scalars["charts/relabel_fraction"] = relabelled / (updates * args.batch_size)
+            scalars["charts/zero_reward_fraction"] = zero_rewards / max(1, relabelled)
+        run.log(scalars, time.time() - cycle_started)
+        if rank == 0 and run.passed(args.eval_frequency):  # the target network plays (App. A)
+            run.log_evaluation(evaluate(args, simulators, actor_target, folder, f"step-{run.global_step}"))
+        if stop or run.passed(args.checkpoint_frequency):
+            run.save("checkpoint.pt", parts)
+    if args.save_model and rank == 0:
+        run.save("model.pt", {"actor_target": actor_target})
+    return run
 
 
-def report(run, args, global_step, wall_s, sps, metrics):
-    """The last line on standard output, for programs; people read what is on standard error."""
-    line = {"run": run, "env_id": args.env_id, "seed": args.seed, "global_step": global_step}
-    line |= {"wall_s": round(wall_s, 3), "sps": round(sps, 1)} | metrics | {"n_episodes": args.eval_episodes}
-    print(json.dumps(line), flush=True)
-
-
-def evaluate(args, saved):
-    """Play a saved policy and print its success with Wilson's 95% interval; returns the exit status."""
-    started = time.time()
-    env = make_env(args.env_id, args.env_module)
-    _, _, actor_sizes = describe(env, args)
-    actor = MLP(*actor_sizes)
-    load_modules({"actor_target": actor}, saved)
-    simulators = Simulators(args, actor_sizes)
-    simulators.start(EVALUATION, actor.state_dict(), episode_seeds(args, EVALUATION, args.eval_episodes))
-    episodes = simulators.finish(EVALUATION)
-    metrics = summarize(episodes)
-    n, p, z2 = args.eval_episodes, metrics["success_rate"], 1.959964**2
-    middle, half = (p + z2 / 2 / n) / (1 + z2 / n), math.sqrt(z2 * (p * (1 - p) / n + z2 / 4 / n**2)) / (1 + z2 / n)
-    print(f"success {p:.3f}, 95% interval [{middle - half:.3f}, {middle + half:.3f}], {n} episodes", file=sys.stderr)
+def evaluate(args, simulators, actor, folder, name):
+    """Metrics of the policy without noise on tasks that training does not see; `--capture-video` films the first."""
+    playing = start_playing(simulators, args, EVALUATION, actor, args.eval_episodes)
     if args.capture_video:
-        film(args, actor, f"{new_run_folder(args)}/videos", "evaluate")
-    wall_s, steps = time.time() - started, sum(len(episode["action"]) for episode in episodes)
-    report(args.evaluate, args, saved["global_step"], wall_s, steps / wall_s, metrics)
-    return 0
+        if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+            os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a screen
+        names = {"video_folder": f"{folder}/videos", "name_prefix": name, "disable_logger": True}
+        with or_fail("--capture-video does not work here"):
+            ENVS["film"] = [gym.wrappers.RecordVideo(make_env(args, render_mode="rgb_array"), **names)]
+            play_episodes(args, "film", actor.state_dict(), False, episode_seeds(args, EVALUATION, 1))
+            ENVS["film"][0].close()
+    return summarize(finish_playing(args, playing))
+
+
+def start_simulator():
+    """What a process that plays does first."""
+    os.setsid()  # Ctrl-C, and what `timeout` sends to all, are for the learner, which then lets us go
+    threading.Thread(target=follow_the_learner, daemon=True).start()
+    torch.set_num_threads(1)
+
+
+def follow_the_learner():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def start_playing(simulators, args, use, actor, n, rank=0, cycle=0):
+    """Have simulators play n episodes, with exploration in training; returns what `finish_playing` takes."""
+    actor_state = {key: value.cpu().numpy().copy() for key, value in actor.state_dict().items()}  # it learns on
+    seeds, size = episode_seeds(args, use, n, rank, cycle), math.ceil(args.num_envs / args.num_workers)
+    shares = (seeds[i :: args.num_workers] for i in range(args.num_workers))
+    parts = [share[i : i + size] for share in shares for i in range(0, len(share), size)]
+    return simulators.map(functools.partial(play_or_tell, args, use, actor_state, use == TRAINING), parts)
+
+
+def play_or_tell(*given):
+    """Play in another process; from there not every exception can be sent back as it is."""
+    try:
+        return play_episodes(*given)
+    except Exception as e:
+        raise RuntimeError(f"{type(e).__name__}: {e}") from None
+
+
+def finish_playing(args, playing):
+    """The episodes, when they are there."""
+    with or_fail(f"an episode of {args.env_id} broke off", 1):
+        return [episode for part in playing for episode in part]
+
+
+class CountBonus(nn.Module):
+    """Bonus alpha / sqrt(N) for the object being where it seldom was relative to its target (baseline of Sec. 4.2)."""
+
+    def __init__(self, alpha, cell, goal_dim, size=2**20):
+        super().__init__()
+        self.alpha, self.cell = alpha, cell  # visits: a hash table, so large that few cells share an entry
+        self.register_buffer("visits", torch.zeros(size if alpha else 0, dtype=torch.int64))
+        self.multipliers = np.random.default_rng(0).integers(1, 2**31, goal_dim)
+
+    def index(self, achieved, desired):
+        return np.floor((achieved - desired) / self.cell).astype(np.int64) @ self.multipliers % len(self.visits)
+
+    def add(self, achieved, desired):
+        np.add.at(self.visits.numpy(), self.index(achieved, desired), 1)
+
+    def forward(self, achieved, desired):
+        visits = self.visits.numpy()[self.index(achieved, desired)]
+        return self.alpha / np.sqrt(np.maximum(visits, 1)).astype(np.float32)
+
+
+# PLUMBING: errors, checks, processes, files, logs, command line; nothing of the algorithm ----------------------------
+def fail(message, status=2):
+    """Leave with one line on standard error. Status 2: what was given cannot work; 1: a run broke off."""
+    print("error:" if status == 2 else "failed:", " ".join(message.split())[:300], file=sys.stderr)
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def or_fail(message, status=2):
+    """Leave with this line and the reason if anything in the block goes wrong."""
+    try:
+        yield
+    except Exception as e:
+        fail(f"{message}: {type(e).__name__}: {e}", status)
 
 
 def check(args):
-    """Refuse what cannot work before anything is written."""
-    counts = "num_threads total_timesteps eval_frequency eval_episodes num_envs num_workers buffer_size batch_size"
-    counts += " train_frequency target_network_frequency hidden_size num_layers"
-    amounts = "seed checkpoint_frequency learning_rate k redraws action_penalty exploration_noise"
-    amounts += " input_scale count_bonus"
-    shares = "gamma past_goals tau random_action"
-    for names, low, high in ((counts, 1, math.inf), (amounts, 0, math.inf), (shares, 0, 1)):
-        for name in names.split():
-            if not low <= getattr(args, name) <= high:
-                bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise BadInput(f"--{name.replace('_', '-')} must be {bounds}, not {getattr(args, name)}")
-    if args.gamma == 1:
-        raise BadInput("--gamma must be below 1, targets are clipped to 1 / (1 - gamma) rewards")
-    if args.count_cell <= 0:
-        raise BadInput(f"--count-cell must be above 0, not {args.count_cell}")
-    if args.num_workers > args.num_envs:
-        raise BadInput(f"--num-workers {args.num_workers} is more than --num-envs {args.num_envs}: some would be idle")
-    if args.batch_size > args.buffer_size:
-        raise BadInput(f"--batch-size {args.batch_size} is more than --buffer-size {args.buffer_size} holds")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        raise BadInput("--track needs Weights & Biases: pip install wandb")
+    """Refuse what cannot work before anything is written. Numbers are at least 1, but for the ones named here."""
+    zero = "seed checkpoint_frequency learning_rate k redraws action_penalty exploration_noise input_scale count_bonus"
+    bounds = dict.fromkeys(zero.split(), (0, math.inf)) | dict.fromkeys(("past_goals", "tau", "random_action"), (0, 1))
+    bounds |= {"gamma": (0, 0.999999), "count_cell": (1e-9, math.inf)}
+    bounds |= {"num_workers": (1, args.num_envs), "batch_size": (1, args.buffer_size)}
+    for name, value in vars(args).items():
+        low, high = bounds.get(name, (1, math.inf))
+        if type(value) in (int, float) and not low <= value <= high:
+            fail(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
+
+
+class Run:
+    """Counters and files of a training: TensorBoard, eval.csv, checkpoints. Ctrl-C and SIGTERM set `stopped`."""
+
+    def __init__(self, args, folder, parts, saved):
+        self.args, self.folder, self.stopped, self.metrics = args, folder, 0, {}
+        self.global_step = self.steps = self.cycle = self.updates = self.train_s = self.wall_s = self.sps = 0
+        self.reward_range = [0.0, 0.0]  # lowest and highest reward seen
+        rows, eval_csv = ["seed,global_step,metric,value,n_episodes,wall_s\n"], Path(folder, "eval.csv")
+        if saved:  # go on in the same files, without what came after the checkpoint
+            vars(self).update(saved["counters"])
+            with or_fail(f"cannot go on in {folder}"), eval_csv.open() as file:
+                rows += [row for row in list(file)[1:] if int(row.split(",")[1]) <= self.global_step]
+                for name, part in parts.items():
+                    part.load_state_dict(saved[name])
+        with or_fail(f"cannot start in {folder}, see --run-dir and --track"):
+            wandb = importlib.import_module("wandb") if args.track else None
+            os.makedirs(folder, exist_ok=True)
+            eval_csv.write_text("".join(rows))
+            Path(folder, "args.json").write_text(json.dumps(vars(args), indent=2))
+            if wandb:
+                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": Path(folder).name}
+                wandb.init(**names, dir=folder, config=vars(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(folder, purge_step=self.global_step + 1 if saved else None)
+        self.writer.add_text("hyperparameters", "\n".join(f"- {key}: {value}" for key, value in vars(args).items()))
+        self.started = time.time() - self.wall_s
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.stop)
+
+    def stop(self, signum, frame):
+        self.stopped = 1
+        signal.signal(signum, signal.SIG_DFL)  # a second one stops at once
+
+    def passed(self, frequency):
+        """Whether the last cycle went past a multiple of `frequency` (0: never) or reached the end."""
+        done, every = self.global_step >= self.args.total_timesteps, frequency or math.inf
+        return done or self.global_step // every > (self.global_step - self.steps) // every
+
+    def log(self, scalars, seconds):
+        """What a cycle gave, to TensorBoard, and how far training is, to the terminal."""
+        self.train_s += seconds
+        self.sps, total = self.global_step / self.train_s, self.args.total_timesteps
+        for tag, value in (scalars | {"charts/SPS": self.sps}).items():
+            if not math.isfinite(value):
+                fail(f"{tag} is not a number at step {self.global_step}; lower --learning-rate", 1)
+            self.writer.add_scalar(tag, value, self.global_step)
+        if sys.stderr.isatty() and not self.args.quiet:
+            left, success = max(0, total - self.global_step) / self.sps / 60, self.metrics["success_rate"]
+            line = f"step {self.global_step} of {total}, {self.sps:.0f} steps/s, {left:.1f} min left"
+            print(f"\r{line}, success {success:.2f} ", end="", file=sys.stderr)
+
+    def log_evaluation(self, metrics):
+        """To eval.csv and TensorBoard, at the step of the grid that is the same for all seeds."""
+        self.metrics, self.wall_s, args = metrics, round(time.time() - self.started, 3), self.args
+        step = args.total_timesteps if self.passed(0) else self.global_step // args.eval_frequency * args.eval_frequency
+        with open(f"{self.folder}/eval.csv", "a") as file:
+            for key, value in metrics.items():
+                print(args.seed, step, f"eval/{key}", value, args.eval_episodes, self.wall_s, sep=",", file=file)
+                self.writer.add_scalar(f"eval/{key}", value, step)
+
+    def save(self, name, parts):
+        """Write to a temporary name, then rename: the file is always whole, the earlier one or the new one."""
+        self.wall_s, path = time.time() - self.started, f"{self.folder}/{name}"
+        counters = {k: v for k, v in vars(self).items() if k not in ("args", "folder", "stopped", "started", "writer")}
+        content = {"format": "her_ddpg_fetch", "args": vars(self.args), "counters": counters}
+        with or_fail(f"cannot write {path}, an earlier one is kept", 1):
+            torch.save(content | {name: part.state_dict() for name, part in parts.items()}, f"{path}.tmp")
+            os.replace(f"{path}.tmp", path)
 
 
 def main():
-    try:
-        args = tyro.cli(Args, description=__doc__)
-        if args.resume and args.evaluate:
-            raise BadInput("--resume continues a training, --evaluate plays a policy: give one of them")
-        saved = None
-        if path := args.resume or args.evaluate:
-            saved = load(rank_file(path, int(os.environ.get("RANK", 0))))
-            args = tyro.cli(Args, description=__doc__, default=saved["args"])
-        check(args)
-        status = evaluate(args, saved) if args.evaluate else train(args, saved)
-    except BadInput as e:
-        print(f"error: {e}", file=sys.stderr)
-        status = 2
-    except (RunFailed, OSError) as e:
-        print(f"failed: {e}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
+    args, saved, started = tyro.cli(Args, description=__doc__), None, time.time()
+    rank = int(os.environ.get("RANK", 0))  # of torchrun
+    if path := args.resume or args.evaluate:
+        path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
+        path = path if rank == 0 else os.path.join(os.path.dirname(path), f"rank{rank}", "checkpoint.pt")
+        with or_fail(f"{path} is not a whole checkpoint.pt or model.pt of this script"):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            before = Args(**saved["args"] | {"resume": None, "evaluate": None})
+        args = tyro.cli(Args, description=__doc__, default=before)
+        if args.resume and (args.evaluate or args.buffer_size != before.buffer_size):
+            fail("--resume takes neither --evaluate nor another --buffer-size")
+    check(args)
+    name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(1000 * started)}"
+    folder = os.path.dirname(path) or "." if args.resume else os.path.join(args.run_dir, name)
+    with ProcessPoolExecutor(args.num_workers, multiprocessing.get_context("spawn"), start_simulator) as simulators:
+        if args.evaluate:
+            actor = MLP(probe(args)[0], args)
+            with or_fail(f"the policy in {path} does not fit --env-id {args.env_id} or these sizes"):
+                actor.load_state_dict(saved["actor_target"])
+            result = saved["counters"] | {"metrics": evaluate(args, simulators, actor, folder, "evaluate")}
+            result["wall_s"] = time.time() - started
+        else:
+            result = vars(train(args, simulators, folder, rank, saved))
+    line = {"run": args.evaluate or folder, "env_id": args.env_id, "seed": args.seed, "n_episodes": args.eval_episodes}
+    line |= {"global_step": result["global_step"], "wall_s": round(result["wall_s"], 3), "sps": round(result["sps"], 1)}
+    if rank == 0:
+        print(json.dumps(line | result["metrics"]), flush=True)
+    sys.exit(130 if result.get("stopped") else 0)
 
 
 if __name__ == "__main__":

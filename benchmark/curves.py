@@ -1,7 +1,4 @@
-"""Stored curves: reading them, the statistics of several seeds, and whether they still fit the scripts.
-
-A curve is a folder CURVES/EXPERIMENT/VARIANT/seed-N with eval.csv and args.json, as a run wrote them.
-"""
+"""Stored curves: reading them, the statistics of several seeds, and whether they still fit the scripts."""
 
 import contextlib
 import csv
@@ -9,16 +6,16 @@ import dataclasses
 import importlib
 import io
 import json
-import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import tyro
-from experiments import EXPERIMENTS, ROOT, Refused
+from experiments import CURVES, EXPERIMENTS, fail
 from scipy import stats
 
-CURVES = ROOT / "benchmark" / "curves"
+SUCCESS = "eval/success_rate"
 # Arguments that do not change what is learned: names, places, logs, and who computes.
 NEUTRAL = set(
     "exp_name seed torch_deterministic cuda num_threads num_workers track wandb_project_name wandb_entity "
@@ -26,20 +23,17 @@ NEUTRAL = set(
 )
 
 
-# ------------------------------------------------------------------------------------------------------------ curves
 @dataclass
 class Curve:
-    """One seed's evaluations of one metric."""
+    """One seed's values of one metric."""
 
     seed: int
-    steps: np.ndarray
-    """(evaluations,) environment steps"""
-    values: np.ndarray
-    """(evaluations,) of the metric"""
-    wall_s: np.ndarray
-    """(evaluations,) seconds since the start of the run"""
-    about: dict
-    """args.json: args, versions, machine, commit"""
+    steps: np.ndarray  # (evaluations,) environment steps
+    values: np.ndarray  # (evaluations,) of the metric
+    wall_s: np.ndarray  # (evaluations,) seconds since the start of the run
+    episodes: int  # of an evaluation
+    args: dict  # the script's arguments
+    made: dict  # versions, machine, commit
 
     @property
     def auc(self):
@@ -56,41 +50,30 @@ class Curve:
         hits = np.flatnonzero(self.values >= threshold)
         return int(hits[0]) if len(hits) else None
 
-    @property
-    def stopped(self):
-        """Whether the run was ended before all of its steps."""
-        return self.steps[-1] < self.about["args"]["total_timesteps"]
 
-
-def rows(path, metric):
-    """(steps, values, wall_s) of the rows of a metric in a file like eval.csv, three arrays."""
+def read_rows(path, metric):
+    """The rows of a metric in a file like eval.csv, dicts of strings."""
     with open(path, newline="") as file:
-        found = [row for row in csv.DictReader(file) if row["metric"] == metric]
-    columns = ("global_step", "value", "wall_s")
-    return tuple(np.array([float(row[column]) for row in found]) for column in columns)
+        return [row for row in csv.DictReader(file) if row["metric"] == metric]
 
 
-def read(folder, metric):
+def read(folder, metric=SUCCESS):
     """The curve in a folder."""
-    try:
-        about = json.loads((folder / "args.json").read_text())
-        seed = about["args"]["seed"]
-        steps, values, wall_s = rows(folder / ("charts.csv" if metric.startswith("charts/") else "eval.csv"), metric)
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise Refused(f"{folder} is not a curve: {type(e).__name__} {e}") from e
-    if not len(values) or not np.isfinite(values).all():
-        raise Refused(f"{folder} has {'a value that is not a number' if len(values) else 'no row'} of {metric}")
-    return Curve(seed, steps, values, wall_s, about)
+    args, made = (json.loads((folder / name).read_text()) for name in ("args.json", "made.json"))
+    rows = read_rows(folder / ("charts.csv" if metric.startswith("charts/") else "eval.csv"), metric)
+    columns = (np.array([float(row[key]) for row in rows]) for key in ("global_step", "value", "wall_s"))
+    curve = Curve(args["seed"], *columns, int(rows[0]["n_episodes"] or 0) if rows else 0, args, made)
+    if not rows or not np.isfinite(curve.values).all():
+        fail(f"{folder} has {'a value that is not a number' if rows else 'no row'} of {metric}")
+    return curve
 
 
-def read_all(curves, experiment, variant, metric=None):
-    """The curves of a variant, by seed; none if there is no such folder."""
-    metric = metric or EXPERIMENTS[experiment].metric
-    folders = (Path(curves) / experiment / variant).glob("seed-*")
-    return sorted((read(folder, metric) for folder in folders), key=lambda curve: curve.seed)
+def read_all(experiment, variant, metric=SUCCESS, curves=None):
+    """The curves of a variant, by seed, stored or in the folder `curves`; none if there is nothing of it."""
+    folders = ((curves or CURVES) / experiment / variant).glob("seed-*")
+    return sorted((read(folder, metric) for folder in folders), key=attrgetter("seed"))
 
 
-# -------------------------------------------------------------------------------------------------------- statistics
 def iqm(values, axis=0):
     """Interquartile mean: without the lowest and the highest quarter. That cuts nothing from 3 values: their mean."""
     return stats.trim_mean(values, 0.25, axis=axis)
@@ -107,57 +90,29 @@ def interval(statistic, *samples):
     return found.low, found.high
 
 
-# ------------------------------------------------------------------------------------------------------------- stale
-def import_script(name):
-    """A script of the repository's root as a module."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-    return importlib.import_module(name)
+def wilson(rate, n):
+    """Wilson's 95% interval of a success rate over n episodes."""
+    return stats.binomtest(round(rate * n), n).proportion_ci(method="wilson")
 
 
 def args_now(experiment, variant):
-    """Arguments, a dict, that the experiment's command gives its script today."""
-    described = EXPERIMENTS[experiment]
-    name, flags = described.script_name(variant), described.flags(variant)
-    if not (ROOT / name).exists():
-        raise Refused(f"{name} is not there")
-    script = import_script(Path(name).stem)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return dataclasses.asdict(tyro.cli(script.Args, args=flags))
-    except SystemExit as e:
-        raise Refused(f"{name} does not take {' '.join(flags)} any more") from e
+    """Arguments, a dict, that the experiment's command gives its script today; SystemExit if it does not take them."""
+    script, *flags = EXPERIMENTS[experiment].command(variant)
+    with contextlib.redirect_stderr(io.StringIO()):
+        return dataclasses.asdict(tyro.cli(importlib.import_module(Path(script).stem).Args, args=flags))
 
 
 def differences(had, has, despite=()):
     """Arguments in which two runs differ, as text ("k 4, now 8"), those that do not change learning left out."""
-    found = []
-    allowed = NEUTRAL | {name.replace("-", "_") for name in despite}
-    for name in sorted((had.keys() | has.keys()) - allowed):
-        if name not in has:
-            found.append(f"{name} {had[name]}, now gone")
-        elif name not in had:
-            found.append(f"{name} is new")
-        elif had[name] != has[name]:
-            found.append(f"{name} {had[name]}, now {has[name]}")
-    return found
+    names = sorted((had.keys() | has.keys()) - NEUTRAL - {name.replace("-", "_") for name in despite})
+    pairs = {name: (had.get(name, "not there"), has.get(name, "not there")) for name in names}
+    return [f"{name} {before}, now {after}" for name, (before, after) in pairs.items() if before != after]
 
 
 def stale(experiment, variant, curves, despite=()):
     """Why curves no longer show what their command does today, as text; none if they do."""
-    if not curves:
-        return []
     try:
-        now = args_now(experiment, variant)
-    except Refused as e:
-        return [str(e)]
-    return sorted({each for curve in curves for each in differences(curve.about["args"], now, despite)})
-
-
-def load_pearl(path):
-    """Which of the two PEARL scripts wrote this model.pt or checkpoint.pt, as a module, and the file's content."""
-    for name in ("pearl_htr_ser", "pearl_htr_ec"):
-        script = import_script(name)
-        with contextlib.suppress(script.BadInput):
-            return script, script.load(path)
-    raise Refused(f"{path} is no whole, readable model.pt or checkpoint.pt of pearl_htr_ser.py or pearl_htr_ec.py")
+        now = args_now(experiment, variant) if curves else {}
+    except SystemExit:
+        return ["the script does not take these arguments any more"]
+    return sorted({each for curve in curves for each in differences(curve.args, now, despite)})
